@@ -1,0 +1,44 @@
+# Every target sets up what it needs; see README.md.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help demo test lint types format clean
+
+help:
+	@echo "make demo    train a GPT on two ranks of two devices (ARGS='--schedule ZBVZeroBubble')"
+	@echo "make test    run the tests (ARGS='-m pure' for the fast ones)"
+	@echo "make lint    check format and style      make types   check types"
+	@echo "make format  format the code             make clean   remove what was built"
+
+demo: $(STAMP)
+	PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(STAMP): pyproject.toml setup.py constraints.txt
+	@test -x $(BIN)/python || { \
+	  "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
+	    { echo "Python 3.11 is needed, got: $$("$(PYTHON)" --version). Run make PYTHON=/path/to/python3.11"; exit 1; }; \
+	  echo "Making $(VENV) with $(PYTHON)"; "$(PYTHON)" -m venv $(VENV); }
+	@echo "Installing torch_xla_pp into $(VENV); torch is about 7 GB the first time, which takes minutes"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)

@@ -1,0 +1,185 @@
+"""Train a character-level GPT as a pipeline of SPMD worlds.
+
+One learns: the whole path from a model to training under torch's own schedules. The
+text is Python's own documentation, which every CPython ships.
+
+    CPU_NUM_DEVICES=2 torchrun --nproc-per-node 2 examples/train_gpt.py
+    CPU_NUM_DEVICES=2 torchrun --nproc-per-node 2 examples/train_gpt.py \
+        --schedule ZBVZeroBubble
+
+The last line is `final val loss X`; X is the mean cross-entropy per character of
+held-out text, in nats. Lines marked `# xpp` are all that differs from a script for
+GPUs.
+"""
+
+import argparse
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import SplitPoint
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.nn import functional as F
+from tqdm import tqdm
+
+import torch_xla_pp as xpp  # xpp
+
+WIDTH, HEADS, LAYERS, LENGTH = 160, 4, 4, 64
+LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+
+
+class Block(nn.Module):
+    """A transformer block with causal attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        heads = self.qkv(self.norm1(x)).view(rows, length, 3 * HEADS, -1)
+        q, k, v = heads.transpose(1, 2).chunk(3, dim=1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, WIDTH))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Characters in, logits of the next character out."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, WIDTH)
+        self.position = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocab)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) + self.position
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def load_text() -> tuple[Tensor, str]:
+    """Return the text as character indices, and the alphabet they index."""
+    text = "\n".join(topics[name] for name in sorted(topics))
+    alphabet = "".join(sorted(set(text)))
+    index = {character: i for i, character in enumerate(alphabet)}
+    return torch.tensor([index[character] for character in text]), alphabet
+
+
+def decode(indices: Tensor, alphabet: str) -> str:
+    return "".join(alphabet[i] for i in indices.tolist())
+
+
+def batch(text: Tensor, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    starts = torch.randint(len(text) - LENGTH - 1, (rows,), generator=generator)
+    chunk = torch.stack([text[s : s + LENGTH + 1] for s in starts.tolist()])
+    return chunk[:, :-1].contiguous(), chunk[:, 1:].contiguous()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schedule", default="1F1B")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--local-devices", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--sample", type=int, default=60, help="characters")
+    args = parser.parse_args()
+
+    dist.init_process_group("xla_pp")  # xpp
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = xpp.init_device_mesh(  # xpp
+        "xla", (ranks, args.local_devices), mesh_dim_names=("pp", "data")
+    )
+    device, group, local = xpp.device(), mesh.get_group("pp"), mesh["data"]  # xpp
+
+    # The stages of this rank: one; or two, placed in a loop or in a V.
+    num_stages, mine = ranks, [rank]
+    if args.schedule in LOOPED + V_SHAPED:
+        num_stages = 2 * ranks
+        is_loop = args.schedule in LOOPED
+        mine.append(rank + ranks if is_loop else num_stages - 1 - rank)
+
+    text, alphabet = load_text()
+    train, held_out = text[: -len(text) // 10], text[-len(text) // 10 :]
+    torch.manual_seed(0)
+    per_stage = LAYERS / num_stages
+    spec = {
+        f"layers.{math.ceil(i * per_stage)}": SplitPoint.BEGINNING
+        for i in range(1, num_stages)
+    }
+    example = torch.zeros(args.batch // args.microbatches, LENGTH, dtype=torch.long)
+    pipe = xpp.pipeline(GPT(len(alphabet)), mb_args=(example,), split_spec=spec)  # xpp
+    stages = [pipe.build_stage(i, device, group, mesh=local) for i in mine]  # xpp
+    parameters = [p for stage in stages for p in stage.submod.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=args.lr)
+
+    schedule_class = get_schedule_class(args.schedule)
+    is_single = len(stages) == 1
+    schedule = schedule_class(
+        stages[0] if is_single else stages, args.microbatches, loss_fn=loss_fn
+    )
+    is_first, is_last = 0 in mine, num_stages - 1 in mine
+
+    def call(run: Callable[..., Any], x: Tensor, y: Tensor) -> tuple[Any, float]:
+        """Run the schedule on one batch; return the last stage's output and loss."""
+        inputs = (x.to(device),) if is_first else ()
+        losses: list[Tensor] = []
+        targets = {"target": y.to(device), "losses": losses} if is_last else {}
+        output = run(*inputs, **targets)
+        return output, sum(loss.item() for loss in losses) / args.microbatches
+
+    counts = torch.tensor(list(Counter(text.tolist()).values())) / len(text)
+    entropy = -(counts * counts.log()).sum().item()
+    generator = torch.Generator().manual_seed(1)
+    bar = tqdm(range(args.steps), disable=not is_last, file=sys.stdout, mininterval=1)
+    for _ in bar:
+        begin = time.perf_counter()
+        _, loss = call(schedule.step, *batch(train, args.batch, generator))
+        optimizer.step()
+        optimizer.zero_grad()
+        tokens = args.batch * LENGTH / (time.perf_counter() - begin)
+        bar.set_postfix_str(f"loss {loss:.3f}, {tokens:,.0f} tokens/s")
+
+    held = [batch(held_out, args.batch, generator) for _ in range(4)]
+    val_loss = sum(call(schedule.eval, x, y)[1] for x, y in held) / len(held)
+
+    # Continue held-out text: the rank of the last stage picks each next character.
+    window = held[0][0].clone()
+    last_rank = 0 if args.schedule in V_SHAPED else ranks - 1
+    for _ in range(args.sample):
+        output, _ = call(schedule.eval, window, window)
+        following = torch.zeros(args.batch, dtype=torch.long)
+        if is_last:
+            odds = torch.softmax(output[:, -1].cpu() / 0.7, dim=-1)
+            following = torch.multinomial(odds, 1, generator=generator)[:, 0]
+        dist.broadcast(following, src=last_rank)
+        window = torch.cat([window[:, 1:], following[:, None]], dim=1)
+    if is_last:
+        prompt, sample = held[0][0][0], window[0, LENGTH - args.sample :]
+        print("sample:", *(decode(t, alphabet) for t in (prompt, sample)), sep="\n")
+        print(f"unigram entropy {entropy:.3f}")
+        print(f"final val loss {val_loss:.3f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

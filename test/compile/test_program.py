@@ -1,0 +1,106 @@
+"""Each guard of a program, with a case that gives wrong numbers without it."""
+
+from typing import Any
+
+import pytest
+import torch
+from compile.stages import Compiled
+from torch import Tensor, fx, nn
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.compile import Function, Program
+from torch_xla_pp.errors import PipelineError
+
+pytestmark = pytest.mark.xla
+
+
+def function(call: Any, inputs: tuple[str, ...]) -> Function:
+    """Wrap a Python function of XLA tensors."""
+    module = fx.symbolic_trace(call)
+    return Function(name="test", module=module, inputs=inputs, outputs=("out",))
+
+
+def upload(mesh: Any, value: Tensor, partition: tuple[Any, ...]) -> Tensor:
+    data = value.to(xla_compat.device())
+    xla_compat.annotate(data, mesh.get_op_sharding(partition))
+    xla_compat.materialize([data])
+    return data
+
+
+def add(x: Tensor, y: Tensor) -> tuple[Tensor]:
+    return (x + 2 * y,)
+
+
+def test_arguments_are_not_mixed_up_when_traced_as_one_value(mesh: Any) -> None:
+    program = Program(function(add, ("x", "y")), {})
+    same = upload(mesh, torch.ones(4, 4), ("data", None))
+    assert program({"x": same, "y": same})["out"].cpu().eq(3).all()
+    other = upload(mesh, torch.full((4, 4), 5.0), ("data", None))
+    assert program({"x": same, "y": other})["out"].cpu().eq(11).all()
+    assert program({"x": other, "y": same})["out"].cpu().eq(7).all()
+
+
+def test_arguments_are_mapped_again_after_another_trace_with_them(mesh: Any) -> None:
+    """Mapping by tensor id, as torch_xla's dynamo bridge does, fails here."""
+    x = upload(mesh, torch.ones(4, 4), ("data", None))
+    y = upload(mesh, torch.ones(4, 4), ("data", None))
+    values = {"x": x, "y": y}
+    Program(function(add, ("x", "y")), {})(values)
+    program = Program(function(add, ("y", "x")), {})
+    program(values)
+    changed = {"x": upload(mesh, torch.full((4, 4), 3.0), ("data", None)), "y": y}
+    assert program(changed)["out"].cpu().eq(1 + 2 * 3).all()
+
+
+def test_a_captured_tensor_is_refused(mesh: Any) -> None:
+    hidden = upload(mesh, torch.ones(4, 4), ("data", None))
+    module = nn.Module()
+    module.hidden = hidden  # type: ignore[assignment]
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    captured = graph.get_attr("hidden")
+    graph.output((graph.call_function(torch.add, (x, captured)),))
+    captured_function = Function(
+        name="test",
+        module=fx.GraphModule(module, graph),
+        inputs=("x",),
+        outputs=("out",),
+    )
+    program = Program(captured_function, {})
+    with pytest.raises(PipelineError, match=r"captured constants: .*float32 \[4, 4\]"):
+        program({"x": upload(mesh, torch.ones(4, 4), ("data", None))})
+
+
+def test_another_input_sharding_is_refused(mesh: Any) -> None:
+    program = Program(function(add, ("x", "y")), {}, checked=("x", "y"))
+    rows = upload(mesh, torch.ones(4, 4), ("data", None))
+    columns = upload(mesh, torch.arange(16.0).reshape(4, 4), (None, "data"))
+    program({"x": rows, "y": rows})
+    expected = r"y: expected \{devices=\[2,1\]0,1\}, got \{devices=\[1,2\]0,1\}"
+    with pytest.raises(PipelineError, match=expected):
+        program({"x": rows, "y": columns})
+
+
+@pytest.mark.parametrize("partition", [("data", None), (None, "data"), (None, None)])
+def test_outputs_have_the_sharding_they_are_pinned_to(
+    mesh: Any, partition: tuple[Any, ...]
+) -> None:
+    sharding = mesh.get_op_sharding(partition)
+    program = Program(function(add, ("x", "y")), {"out": sharding})
+    rows = upload(mesh, torch.ones(4, 4), ("data", None))
+    like = upload(mesh, torch.ones(4, 4), partition)
+    out = program({"x": rows, "y": rows})["out"]
+    assert xla_compat.sharding_texts([out]) == xla_compat.sharding_texts([like])
+
+
+def test_nothing_is_compiled_after_the_first_call(mesh: Any) -> None:
+    import torch_xla.debug.metrics as metrics
+
+    compiled = Compiled(nn.Linear(8, 8), [torch.zeros(4, 8)], mesh)
+    for i in range(4):
+        x = compiled.upload(torch.randn(4, 8))
+        compiled.programs.forward(compiled.fixed, [x], 0)
+        if i == 0:
+            metrics.clear_all()
+    for name in ("UncachedCompile", "CreateCompileHandles", "ReplicateShardedData"):
+        assert not metrics.counter_value(name), name

@@ -1,0 +1,179 @@
+"""Programs of a stage compute what eager does, whatever the module holds."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from compile.stages import Compiled, close
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.compile import export_joint
+from torch_xla_pp.errors import PipelineError
+
+pytestmark = pytest.mark.xla
+
+
+class Everything(nn.Module):
+    """Batch norm, attention, tied and unused weights, constants, aliased outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.second = nn.Linear(16, 8)
+        self.left = nn.Linear(8, 8, bias=False)
+        self.right = nn.Linear(8, 8, bias=False)
+        self.right.weight = self.left.weight
+        self.unused = nn.Linear(2, 2)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.register_buffer("offset", torch.arange(8.0))
+
+    def forward(self, x: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+        h = self.second(self.norm(self.first(x)).relu()) + self.offset
+        h = h + torch.arange(8, device=x.device)
+        h = h + torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8], device=x.device)
+        h = self.right(F.gelu(self.left(h)))
+        h = h + self.attention(h[None], h[None], h[None])[0][0]
+        return h, index + 1, x, h.t()
+
+
+def run_eager(
+    module: nn.Module, x: Tensor, index: Tensor, weights: list[Tensor]
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    x = x.clone().requires_grad_()
+    outputs = module(x, index)
+    h, _, same, turned = outputs
+    loss = (h * weights[0]).sum() + (same * weights[1]).sum()
+    (loss + (turned * weights[2]).sum()).backward()
+    return outputs, x.grad
+
+
+def test_full_and_split_backward_equal_eager(mesh: Any) -> None:
+    torch.manual_seed(0)
+    eager = Everything()
+    index = torch.zeros(4, dtype=torch.int64)
+    compiled = Compiled(eager, [torch.zeros(4, 8, requires_grad=True), index], mesh)
+    programs = compiled.programs
+    whole, split = compiled.zero_sums(), compiled.zero_sums()
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        weights = [torch.randn(4, 8), torch.randn(4, 8), torch.randn(8, 4)]
+        outputs, grad = run_eager(eager, x, index, weights)
+        inputs = [compiled.upload(x), compiled.upload(index)]
+        result = programs.forward(compiled.fixed, inputs, 0)
+        for role, value in result.updates.items():
+            xla_compat.rebind(compiled.fixed[role], value)
+        for got, expected in zip(result.outputs, outputs, strict=True):
+            assert close(got, expected)
+        for i, weight in zip((0, 2, 3), weights, strict=True):
+            result.live[f"tangent:{i}"] = compiled.upload(weight)
+        grads, whole = programs.backward({**compiled.fixed, **whole}, result.live)
+        assert close(grads[0], grad)
+        assert grads[1] is None
+        grads, residual = programs.backward_input(compiled.fixed, result.live)
+        assert close(grads[0], grad)
+        split = programs.backward_weight({**compiled.fixed, **split}, residual)
+    for name, parameter in eager.named_parameters():
+        if name.startswith("unused"):
+            assert f"sum:param:{name}" not in whole
+        else:
+            assert close(whole[f"sum:param:{name}"], parameter.grad), name
+            assert close(split[f"sum:param:{name}"], parameter.grad), name
+    for name, buffer in eager.named_buffers():
+        assert close(compiled.fixed[f"buffer:{name}"], buffer), name
+
+
+def test_no_parameter_or_input_is_an_output_of_the_forward(mesh: Any) -> None:
+    compiled = Compiled(nn.Linear(8, 8), [torch.zeros(4, 8, requires_grad=True)], mesh)
+    forward = compiled.programs._forward.function
+    assert len(forward.outputs) == 1
+    assert not set(forward.outputs) & set(forward.inputs)
+
+
+def test_gradient_sums_keep_the_sharding_of_their_parameter(mesh: Any) -> None:
+    compiled = Compiled(nn.Linear(8, 8), [torch.zeros(4, 8, requires_grad=True)], mesh)
+    x = torch.randn(4, 8)
+    result = compiled.programs.forward(compiled.fixed, [compiled.upload(x)], 0)
+    result.live["tangent:0"] = compiled.upload(x)
+    fixed = {**compiled.fixed, **compiled.zero_sums()}
+    grads, sums = compiled.programs.backward(fixed, result.live)
+    texts = xla_compat.sharding_texts([*sums.values(), grads[0]])
+    assert texts == ["{replicated}", "{replicated}", "{devices=[2,1]0,1}"]
+
+
+class Dropping(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.2, training=True)
+
+
+def dropped(compiled: Compiled, seed: int) -> tuple[Tensor, Tensor]:
+    """Return output and input gradient for ones."""
+    ones = compiled.upload(torch.ones(64, 64))
+    result = compiled.programs.forward(compiled.fixed, [ones], seed)
+    result.live["tangent:0"] = ones
+    grads, _ = compiled.programs.backward(compiled.fixed, result.live)
+    assert grads[0] is not None
+    return result.outputs[0].cpu(), grads[0].cpu()
+
+
+def test_dropout_keeps_the_mean_and_its_gradient_the_mask(mesh: Any) -> None:
+    compiled = Compiled(Dropping(), [torch.ones(64, 64, requires_grad=True)], mesh)
+    output, grad = dropped(compiled, seed=1)
+    assert set(output.unique().tolist()) == {0.0, 1.25}
+    assert abs(output.mean() - 1.0) < 0.05
+    assert torch.equal(output, grad)
+
+
+def test_dropout_masks_follow_the_seed_and_nothing_else(mesh: Any) -> None:
+    compiled = Compiled(Dropping(), [torch.ones(64, 64, requires_grad=True)], mesh)
+    first, again, other = (dropped(compiled, seed)[0] for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_training_mode_is_part_of_the_trace(mesh: Any) -> None:
+    module = nn.Dropout(0.5).eval()
+    compiled = Compiled(module, [torch.ones(4, 8, requires_grad=True)], mesh)
+    result = compiled.programs.inference(
+        compiled.fixed, [compiled.upload(torch.ones(4, 8))], 3
+    )
+    assert torch.equal(result.outputs[0].cpu(), torch.ones(4, 8))
+
+
+def test_a_frozen_module_has_no_backward(mesh: Any) -> None:
+    module = nn.Linear(8, 8).requires_grad_(False)
+    compiled = Compiled(module, [torch.zeros(4, 8)], mesh)
+    assert not compiled.programs.has_backward
+    x = torch.randn(4, 8)
+    result = compiled.programs.forward(compiled.fixed, [compiled.upload(x)], 0)
+    assert result.live == {}
+    assert close(result.outputs[0], copy.deepcopy(module)(x))
+
+
+class Returning(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return {"x": x, "note": "text"}
+
+
+def test_outputs_must_be_tensors(mesh: Any) -> None:
+    with pytest.raises(TypeError, match="expected tensors, got str"):
+        export_joint(Returning(), [torch.ones(2)], {})
+
+
+class Writing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(2)
+        return x * self.weight
+
+
+def test_a_forward_must_not_update_parameters(mesh: Any) -> None:
+    with pytest.raises(PipelineError, match="only updates buffers in place.*weight"):
+        Compiled(Writing(), [torch.zeros(4, 4)], mesh)

@@ -1,0 +1,19 @@
+"""Fixtures of the whole suite."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+# For tests in this process; worlds choose their own. Read when torch_xla is loaded.
+os.environ["PJRT_DEVICE"] = "CPU"
+os.environ["CPU_NUM_DEVICES"] = "2"
+
+from torch_xla_pp.testing import Worlds  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """The pool of worker processes."""
+    with Worlds() as pool:
+        yield pool

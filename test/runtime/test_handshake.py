@@ -1,0 +1,49 @@
+import pytest
+import torch
+
+from torch_xla_pp.errors import StageShapeError
+from torch_xla_pp.mesh import TensorSpec
+from torch_xla_pp.runtime.handshake import Claim, check_fits, claim_faults
+
+pytestmark = pytest.mark.pure
+
+
+def claim(*stages: int, num_stages: int = 4, microbatches: int = 8) -> Claim:
+    return Claim(
+        stages=stages,
+        num_stages=num_stages,
+        num_microbatches=microbatches,
+        schedule="Schedule1F1B",
+    )
+
+
+def test_each_stage_once_has_no_faults() -> None:
+    assert claim_faults([claim(0, 3), claim(1, 2)]) == []
+
+
+def test_a_stage_on_two_ranks_is_named() -> None:
+    faults = claim_faults([claim(0, 1), claim(1, 2), claim(3)])
+    assert len(faults) == 1
+    assert faults[0].startswith("stage 1: expected on one rank, got it on ranks [0, 1]")
+
+
+def test_a_stage_twice_on_one_rank_is_named() -> None:
+    faults = claim_faults([claim(0, 0), claim(1, 2, 3)])
+    assert faults[0].startswith("stage 0: expected on one rank, got it on ranks [0]")
+
+
+def test_a_missing_stage_is_named() -> None:
+    assert claim_faults([claim(0, 1), claim(2)])[0].startswith("stage 3: expected")
+
+
+def test_unequal_arguments_are_named() -> None:
+    faults = claim_faults([claim(0, 1), claim(2, 3, microbatches=4)])
+    assert faults[0].startswith("num_microbatches: expected the same on every rank")
+
+
+def test_offers_that_do_not_fit_name_both_sides() -> None:
+    spec = TensorSpec(shape=(2, 3), dtype=torch.float32, partition=(None, None))
+    check_fits(1, [spec], ["float32[2, 3]"])
+    text = r"stage 1: expected inputs float32\[2, 4\], got float32\[2, 3\] from stage 0"
+    with pytest.raises(StageShapeError, match=text):
+        check_fits(1, [spec], ["float32[2, 4]"])

@@ -1,0 +1,295 @@
+"""Train a small model as a pipeline and unsplit, and compare everything.
+
+`train` runs in every rank of a world; each rank also trains the unsplit model, so
+that it can compare its own stages.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch_xla.debug.metrics as metrics
+from torch import Tensor, nn
+from torch.distributed.pipelining import SplitPoint
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.nn import functional as F
+
+import torch_xla_pp as xpp
+
+SINGLE = ("GPipe", "1F1B")
+LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+COUNTERS = ("UncachedCompile", "CreateCompileHandles", "ReplicateShardedData")
+VOCAB = 13
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Tokens in, logits out; as many blocks as there are stages."""
+
+    def __init__(self, num_blocks: int, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.head = nn.Linear(width, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Part(nn.Module):
+    """One stage of `Model`, cut out by hand, with the model's parameter names."""
+
+    def __init__(self, model: Model, stage: int) -> None:
+        super().__init__()
+        if stage == 0:
+            self.embed = model.embed
+        self.blocks = nn.ModuleDict({str(stage): model.blocks[stage]})
+        if stage == len(model.blocks) - 1:
+            self.head = model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "embed"):
+            x = self.embed(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(x) if hasattr(self, "head") else x
+
+
+def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to train, and how."""
+
+    schedule: str = "1F1B"
+    frontend: str = "traced"
+    ranks: int = 2
+    devices: int = 1
+    num_microbatches: int = 4
+    rows: int = 8
+    length: int = 3
+    num_steps: int = 3
+    dtype: torch.dtype = torch.float32
+    init_device: str = "cpu"
+    inputs_on_device: bool = True
+    eval_first: bool = True
+    scale_grads: bool = True
+    sharding: Any = None
+    axes: tuple[str, ...] = ("data",)
+    axis_sizes: tuple[int, ...] | None = None
+
+    @property
+    def num_stages(self) -> int:
+        return self.ranks if self.schedule in SINGLE else 2 * self.ranks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        if self.schedule in SINGLE:
+            return (rank,)
+        if self.schedule in LOOPED:
+            return (rank, rank + self.ranks)
+        return (rank, self.num_stages - 1 - rank)
+
+
+@dataclass
+class Report:
+    """Relative errors by what was compared, and counters of the last steps."""
+
+    errors: dict[str, float] = field(default_factory=dict)
+    compiled: dict[str, int] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+    def compare(self, what: str, got: Tensor, expected: Tensor) -> None:
+        """Keep the largest difference, relative to the largest value."""
+        got, expected = got.detach().float().cpu(), expected.detach().float()
+        error = float((got - expected).abs().max() / expected.abs().max())
+        self.errors[what] = max(self.errors.get(what, 0.0), error)
+
+
+def build(job: Job, model: Model, mesh: Any) -> list[Any]:
+    """Make this rank's stages."""
+    rank = mesh.get_local_rank("pp")
+    options = {"mesh": mesh[job.axes], "sharding": job.sharding}
+    group = mesh.get_group("pp")
+    if job.frontend == "manual":
+        return [
+            xpp.PipelineStage(
+                Part(model, stage),
+                stage,
+                job.num_stages,
+                xpp.device(),
+                group=group,
+                **options,
+            )
+            for stage in job.stages_of(rank)
+        ]
+    spec = {f"blocks.{i}": SplitPoint.BEGINNING for i in range(1, job.num_stages)}
+    example = torch.zeros(
+        job.rows // job.num_microbatches,
+        job.length,
+        dtype=torch.long,
+        device=job.init_device,
+    )
+    pipe = xpp.pipeline(model, mb_args=(example,), split_spec=spec)
+    return [
+        pipe.build_stage(stage, xpp.device(), group, **options)
+        for stage in job.stages_of(rank)
+    ]
+
+
+def make_schedule(job: Job, stages: list[Any]) -> Any:
+    """Make torch's schedule, unmodified."""
+    cls = get_schedule_class(job.schedule)
+    first = stages[0] if job.schedule in SINGLE else stages
+    return cls(
+        first, job.num_microbatches, loss_fn=loss_fn, scale_grads=job.scale_grads
+    )
+
+
+def run_step(job: Job, schedule: Any, stages: list[Any], x: Tensor, y: Tensor) -> Any:
+    """Call `step` or `eval` as a training script does."""
+    return _call(job, schedule.step, stages, x, y)
+
+
+def _call(job: Job, call: Any, stages: list[Any], x: Tensor, y: Tensor) -> Any:
+    if job.inputs_on_device:
+        x = x.to(xpp.device())
+    args = (x,) if stages[0].is_first else ()
+    losses: list[Tensor] = []
+    kwargs: dict[str, Any] = {}
+    if any(stage.is_last for stage in stages):
+        kwargs = {"target": y.to(xpp.device()), "losses": losses}
+    output = call(*args, **kwargs)
+    return output, losses
+
+
+def batch(job: Job, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    shape = (2, job.rows, job.length)
+    x, y = torch.randint(0, VOCAB, shape, generator=generator)
+    return x, y
+
+
+def mesh_of(job: Job) -> Any:
+    sizes = job.axis_sizes or (job.devices,)
+    return xpp.init_device_mesh(
+        "xla", (job.ranks, *sizes), mesh_dim_names=("pp", *job.axes)
+    )
+
+
+def train(job: Job) -> Report:
+    """Train for some steps and compare with the unsplit model after each."""
+    dist.init_process_group("xla_pp")
+    mesh = mesh_of(job)
+    torch.manual_seed(0)
+    reference = Model(job.num_stages).to(job.dtype)
+    model = copy.deepcopy(reference)
+    if job.init_device == "meta":
+        state = model.state_dict()
+        model = model.to("meta")
+    stages = build(job, model, mesh)
+    if job.init_device == "meta":
+        for stage in stages:
+            stage.submod.load_state_dict(
+                {k: v for k, v in state.items() if k in stage.submod.state_dict()}
+            )
+    schedule = make_schedule(job, stages)
+    parameters = [p for stage in stages for p in stage.submod.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    expected_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    report = Report()
+    if job.eval_first:
+        _evaluate(job, schedule, stages, reference, report)
+    for step in range(job.num_steps):
+        x, y = batch(job, step)
+        before = _counters()
+        output, losses = run_step(job, schedule, stages, x, y)
+        if step > 1:
+            after = _counters()
+            for name in COUNTERS:
+                grown = after[name] - before[name]
+                report.compiled[name] = report.compiled.get(name, 0) + grown
+        _expected_step(job, reference, x, y, losses, output, report)
+        _compare_grads(stages, reference, report)
+        if step == 0:
+            _evaluate(job, schedule, stages, reference, report)
+            _compare_grads(stages, reference, report)
+        optimizer.step()
+        expected_optimizer.step()
+        optimizer.zero_grad()
+        expected_optimizer.zero_grad()
+        named = dict(reference.named_parameters())
+        for stage in stages:
+            for name, parameter in stage.submod.named_parameters():
+                report.compare("parameters", parameter, named[name])
+    return report
+
+
+def _counters() -> dict[str, int]:
+    return {name: metrics.counter_value(name) or 0 for name in COUNTERS}
+
+
+def _expected_step(
+    job: Job,
+    reference: Model,
+    x: Tensor,
+    y: Tensor,
+    losses: list[Tensor],
+    output: Tensor | None,
+    report: Report,
+) -> None:
+    outputs = []
+    count = job.num_microbatches
+    chunks = zip(x.chunk(count), y.chunk(count), strict=True)
+    for i, (mb_x, mb_y) in enumerate(chunks):
+        outputs.append(reference(mb_x))
+        loss = loss_fn(outputs[-1], mb_y)
+        (loss / (count if job.scale_grads else 1)).backward()
+        if losses:
+            report.compare("losses", losses[i], loss)
+    if output is not None:
+        report.compare("outputs", output, torch.cat(outputs))
+
+
+def _compare_grads(stages: list[Any], reference: Model, report: Report) -> None:
+    named = dict(reference.named_parameters())
+    for stage in stages:
+        for name, parameter in stage.submod.named_parameters():
+            expected = named[name].grad
+            if parameter.grad is None or expected is None:
+                report.missing.append(f"{name}: {parameter.grad} vs {expected}")
+            else:
+                report.compare("gradients", parameter.grad, expected)
+
+
+def _evaluate(
+    job: Job, schedule: Any, stages: list[Any], reference: Model, report: Report
+) -> None:
+    """Compare what `eval` gives; gradients must not change."""
+    x, y = batch(job, 77)
+    output, losses = _call(job, schedule.eval, stages, x, y)
+    with torch.no_grad():
+        expected = reference(x)
+    if output is not None:
+        report.compare("eval outputs", output, expected)
+        mean = torch.stack([loss.detach().cpu() for loss in losses]).mean()
+        report.compare("eval losses", mean, loss_fn(expected, y))
+        if output.requires_grad:
+            report.missing.append("eval output requires grad")

@@ -1,0 +1,36 @@
+"""Pipeline parallelism over SPMD worlds for PyTorch/XLA.
+
+Scripts written for `torch.distributed.pipelining` run on XLA devices: every rank of
+torchrun is one SPMD world, runs its own stages as compiled programs, and is driven by
+torch's own schedule classes. Importing this package registers the process-group
+backend "xla_pp".
+"""
+
+# ruff: noqa: E402, I001  (defaults are set before torch_xla is loaded)
+from torch_xla_pp.env import set_defaults
+
+set_defaults()
+
+from torch_xla_pp.errors import (
+    PipelineError,
+    PlanError,
+    StageShapeError,
+    TransportError,
+    TransportTimeout,
+)
+from torch_xla_pp.launch import device, init_device_mesh
+from torch_xla_pp.pipeline import Pipe, pipeline
+from torch_xla_pp.runtime import PipelineStage
+
+__all__ = [
+    "Pipe",
+    "PipelineError",
+    "PipelineStage",
+    "PlanError",
+    "StageShapeError",
+    "TransportError",
+    "TransportTimeout",
+    "device",
+    "init_device_mesh",
+    "pipeline",
+]

@@ -1,0 +1,23 @@
+"""Compile stages: from a module to XLA programs that are traced once."""
+
+from torch_xla_pp.compile.export import JointGraph, export_joint
+from torch_xla_pp.compile.partition import (
+    Function,
+    StageFunctions,
+    accumulator,
+    partition_joint,
+)
+from torch_xla_pp.compile.program import Program
+from torch_xla_pp.compile.stage_programs import Forwarded, StagePrograms
+
+__all__ = [
+    "Forwarded",
+    "Function",
+    "JointGraph",
+    "Program",
+    "StageFunctions",
+    "StagePrograms",
+    "accumulator",
+    "export_joint",
+    "partition_joint",
+]

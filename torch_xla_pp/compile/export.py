@@ -1,0 +1,288 @@
+"""From a module to one joint graph of its forward and backward.
+
+The joint graph comes from AOTAutograd. It is functional: parameters, buffers and
+constants are inputs, updated buffers are outputs. Its placeholders are named by
+their role, so that values find their way by name alone:
+
+* `param:<fully qualified name>`, `buffer:<name>`, `const:<n>`, `input:<n>`
+* `tangent:<n>`, the gradient of output n
+
+and its results are listed by role in `JointGraph`. This is the only file that uses
+`torch._functorch`.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._decomp import get_decompositions
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch._aot_autograd.schemas import OutputType
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch.utils import _pytree as pytree
+
+from torch_xla_pp.errors import PipelineError
+
+_WRAPPED = "module."
+
+
+@dataclass(kw_only=True, slots=True)
+class JointGraph:
+    """Hold the joint graph of one stage for one signature.
+
+    Args:
+        graph: The FX graph; its placeholders are keyed by `roles`.
+        roles: Placeholder → role name, see the module's docstring.
+        constants: Values of the `const:<n>` placeholders.
+        outputs: The node of each tensor output of the stage.
+        outputs_need_grad: Whether each of them has a gradient.
+        output_spec: How the outputs are put together for the caller.
+        buffer_updates: Buffer role → node of its new value.
+        parameter_grads: Parameter role → node of its gradient.
+        input_grads: Input index → node of its gradient, None where the stage's
+            outputs do not depend on that input.
+
+    In-place updates of inputs are not kept: inputs belong to the pipeline.
+    """
+
+    graph: fx.GraphModule
+    roles: dict[fx.Node, str]
+    constants: dict[str, Tensor]
+    outputs: list[fx.Node]
+    outputs_need_grad: list[bool]
+    output_spec: pytree.TreeSpec
+    buffer_updates: dict[str, fx.Node] = field(default_factory=dict)
+    parameter_grads: dict[str, fx.Node] = field(default_factory=dict)
+    input_grads: dict[int, fx.Node | None] = field(default_factory=dict)
+
+    @property
+    def example_outputs(self) -> list[tuple[Tensor, bool]]:
+        """Return the metadata of each output and whether it needs a gradient."""
+        values = [node.meta["val"] for node in self.outputs]
+        return list(zip(values, self.outputs_need_grad, strict=True))
+
+
+class _TensorsOnly(nn.Module):
+    """Call a module with its tensor arguments alone and return tensors alone."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        leaves: Sequence[Any],
+        spec: pytree.TreeSpec,
+        cloned: frozenset[int],
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._leaves = tuple(leaves)
+        self._spec = spec
+        self._cloned = cloned
+        self.output_spec: pytree.TreeSpec | None = None
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        values = iter(tensors)
+        leaves = [next(values) if x is Tensor else x for x in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        outputs, self.output_spec = pytree.tree_flatten(self.module(*args, **kwargs))
+        strange = [type(x).__name__ for x in outputs if not isinstance(x, Tensor)]
+        if strange:
+            raise TypeError(
+                f"stage outputs: expected tensors, got {', '.join(strange)}. Return "
+                "tensors only from a stage's forward."
+            )
+        return tuple(
+            x.clone() if i in self._cloned else x for i, x in enumerate(outputs)
+        )
+
+
+def _decomposed_dropout(
+    x: Tensor, probability: float, train: bool | None
+) -> tuple[Tensor, Tensor]:
+    """Apply dropout in terms of ops that torch_xla lowers correctly.
+
+    torch_xla 2.9 scales `native_dropout` by 1/p in place of 1/(1-p) and returns a
+    float mask; this can go when that is mended.
+    """
+    if train is False or probability == 0.0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    if probability == 1.0:
+        return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
+    mask = torch.rand_like(x, dtype=torch.float32) >= probability
+    return x * mask * (1.0 / (1.0 - probability)), mask
+
+
+# torch_xla 2.9 keeps the biased variance as batch norm's running variance; the
+# decomposition keeps the unbiased one, as eager does.
+_DECOMPOSITIONS = {
+    **get_decompositions([torch.ops.aten._native_batch_norm_legit_functional]),
+    torch.ops.aten.native_dropout.default: _decomposed_dropout,
+}
+
+
+def export_joint(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> JointGraph:
+    """Trace `module` and its backward into one joint graph.
+
+    Args:
+        module: The stage's module, on the device that it runs on.
+        args: Example arguments; only shapes, dtypes and `requires_grad` of tensors
+            count. Other values are built into the graph.
+        kwargs: Example keyword arguments, likewise.
+
+    Raises:
+        TypeError: The module returns something else than tensors.
+        PipelineError: The module updates a parameter in its forward.
+    """
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    marks = [Tensor if isinstance(x, Tensor) else x for x in leaves]
+    wrapped = _TensorsOnly(module, marks, spec, frozenset())
+    joint = _export(wrapped, tensors)
+    aliased = _aliased_outputs(joint)
+    if aliased:
+        wrapped = _TensorsOnly(module, marks, spec, aliased)
+        joint = _export(wrapped, tensors)
+    if wrapped.output_spec is None:
+        raise PipelineError("export: the stage's forward did not run.")
+    return _read(joint, wrapped.output_spec, _first_names(module))
+
+
+def _export(module: nn.Module, args: list[Tensor]) -> Any:
+    with (
+        contextlib.ExitStack() as stack,
+        torch.enable_grad(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        return aot_export_joint_with_descriptors(
+            stack, module, tuple(args), decompositions=_DECOMPOSITIONS
+        )
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """Map each name of a parameter to the first name that the module has for it."""
+    first: dict[int, str] = {}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(value), name) for name, value in named}
+
+
+def _aliased_outputs(joint: Any) -> frozenset[int]:
+    """Return the outputs that share memory with an input or another output."""
+    infos = joint._aot_state.fw_metadata.output_info
+    plain = (OutputType.non_alias, OutputType.custom_function_view)
+    return frozenset(i for i, x in enumerate(infos) if x.output_type not in plain)
+
+
+def _read(
+    joint: Any, output_spec: pytree.TreeSpec, first_names: dict[str, str]
+) -> JointGraph:
+    """Sort the placeholders and results of a joint graph by role."""
+    graph: fx.GraphModule = joint.graph_module
+    meta = joint._aot_state.fw_metadata
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    roles = {node: _role(node.meta["desc"], first_names) for node in placeholders}
+    primals = [n for n in placeholders if not roles[n].startswith("tangent:")]
+    results = list(graph.graph.find_nodes(op="output")[0].args[0])
+    mutated = [primals[i] for i in meta.mutated_inp_runtime_indices]
+    num_outputs = len(meta.output_info)
+    outputs = results[len(mutated) : len(mutated) + num_outputs]
+    read = JointGraph(
+        graph=graph,
+        roles=roles,
+        constants={},
+        outputs=outputs,
+        outputs_need_grad=[info.requires_grad for info in meta.output_info],
+        output_spec=output_spec,
+        buffer_updates={
+            roles[node]: new
+            for node, new in zip(mutated, results, strict=False)
+            if roles[node].startswith("buffer:")
+        },
+    )
+    grads = results[len(mutated) + num_outputs :]
+    if grads:
+        _read_grads(read, primals, grads)
+    _merge_tied(read)
+    _lift_constants(read)
+    return read
+
+
+def _role(desc: Any, first_names: dict[str, str]) -> str:
+    match desc:
+        case ParamAOTInput():
+            return f"param:{first_names[desc.target.removeprefix(_WRAPPED)]}"
+        case BufferAOTInput():
+            return f"buffer:{desc.target.removeprefix(_WRAPPED)}"
+        case PlainAOTInput():
+            return f"input:{desc.idx}"
+        case TangentAOTInput(output=PlainAOTOutput(idx=index)):
+            return f"tangent:{index}"
+    raise PipelineError(
+        "export: expected a forward that only updates buffers in place and returns "
+        f"new tensors, got {desc.expr()}. Write the stage's forward without it."
+    )
+
+
+def _read_grads(
+    joint: JointGraph, primals: list[fx.Node], grads: list[fx.Node | None]
+) -> None:
+    for node, grad in zip(primals, grads, strict=True):
+        role = joint.roles[node]
+        if role.startswith("input:"):
+            joint.input_grads[int(role.removeprefix("input:"))] = grad
+        elif role.startswith("param:") and grad is not None:
+            known = joint.parameter_grads.get(role)
+            joint.parameter_grads[role] = (
+                grad if known is None else _sum(joint.graph.graph, known, grad)
+            )
+
+
+def _sum(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:
+    with graph.inserting_before(graph.find_nodes(op="output")[0]):
+        total = graph.call_function(torch.ops.aten.add.Tensor, (left, right))
+    total.meta["val"] = left.meta["val"]
+    return total
+
+
+def _merge_tied(joint: JointGraph) -> None:
+    """Keep one placeholder for a parameter that the stage has under several names.
+
+    AOTAutograd lists it once per name, each with a part of the gradient; equal roles
+    show that they are one.
+    """
+    first: dict[str, fx.Node] = {}
+    for node, role in list(joint.roles.items()):
+        kept = first.setdefault(role, node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            del joint.roles[node]
+
+
+def _lift_constants(joint: JointGraph) -> None:
+    """Turn the tensors that the trace captured into inputs of the graph.
+
+    A captured tensor would otherwise be built into every program that reads it.
+    """
+    graph = joint.graph.graph
+    first = next(iter(graph.nodes))
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
+        role = f"const:{node.target}"
+        value = getattr(joint.graph, str(node.target))
+        with graph.inserting_before(first):
+            placeholder = graph.placeholder(f"const_{node.target}")
+        placeholder.meta = dict(node.meta)
+        node.replace_all_uses_with(placeholder)
+        graph.erase_node(node)
+        joint.roles[placeholder] = role
+        joint.constants[role] = value.detach()

@@ -1,0 +1,163 @@
+"""One function of a stage as one compiled XLA program.
+
+The function is traced on XLA tensors at its first call and never again: afterwards
+the program is dispatched by the hash of its graph. torch_xla checks little on that
+way, so this file keeps these laws, each of which gave wrong numbers without an
+exception when broken:
+
+* Arguments are mapped to program parameters by the handle of their buffers. Mapping
+  by tensor id, as torch_xla's dynamo bridge does, loses arguments under SPMD.
+* A parameter that is no argument would be a constant frozen at its first value: it is
+  refused, unless it is a scalar or the random seed.
+* The sharding of an argument must be the one that the program was compiled for.
+* The sharding of an output is pinned where the caller relies on it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.compile.partition import Function
+from torch_xla_pp.errors import PipelineError
+
+_REPLICATED = "{replicated}"
+
+
+class Program:
+    """Run a function as a compiled program, traced at the first call.
+
+    Args:
+        function: What to run.
+        pins: Output name → the sharding that the output must have.
+        checked: Names of the inputs whose sharding is compared at every call; they
+            come from outside of the stage's own programs.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        pins: Mapping[str, xla_compat.OpSharding],
+        checked: Sequence[str] = (),
+    ) -> None:
+        self.function = function
+        self._pins = {n: pins[n] for n in function.outputs if n in pins}
+        self._checked = [i for i, n in enumerate(function.inputs) if n in checked]
+        self._expected: list[str] = []
+        self._hash: xla_compat.GraphHash | None = None
+        self._parameters: list[int | Tensor] = []
+        self._seed_slots: list[int] = []
+
+    @property
+    def is_random(self) -> bool:
+        """Return whether the program reads the random seed (known once traced)."""
+        return bool(self._seed_slots)
+
+    def __call__(
+        self, values: Mapping[str, Tensor], seed: int = 0
+    ) -> dict[str, Tensor]:
+        """Enqueue the program.
+
+        Args:
+            values: Value of every input, by name; must be on the device.
+            seed: Seed of the program's random numbers.
+
+        Returns:
+            Value of every output, by name.
+
+        Raises:
+            PipelineError: The sharding of a value differs from the one that the
+                program was compiled for.
+        """
+        args = [values[name] for name in self.function.inputs]
+        if self._hash is None:
+            self._hash = self._trace(args)
+        elif self._checked:
+            self._check_shardings(args)
+        parameters = [
+            args[slot] if isinstance(slot, int) else slot for slot in self._parameters
+        ]
+        for slot in self._seed_slots:
+            parameters[slot] = xla_compat.seed_tensor(seed)
+        outputs = xla_compat.run_graph(self._hash, parameters)
+        return dict(zip(self.function.outputs, outputs, strict=True))
+
+    def _trace(self, args: list[Tensor]) -> xla_compat.GraphHash:
+        """Trace and compile the function for arguments such as `args`.
+
+        Buffers have handles only once the programs that make them have run.
+        """
+        xla_compat.wait_device()
+        args = _distinct(args)
+        self._expected = _shardings([args[i] for i in self._checked])
+        with torch.no_grad(), xla_compat.fixed_seed(0):
+            outputs = list(self.function.module(*args))
+        for i, name in enumerate(self.function.outputs):
+            if name in self._pins:
+                xla_compat.annotate(outputs[i], self._pins[name])
+        self._map_parameters(args, outputs)
+        return xla_compat.compile_graph(outputs)
+
+    def _map_parameters(self, args: list[Tensor], outputs: list[Tensor]) -> None:
+        """Find out which argument each parameter of the program is."""
+        position = {h: i for i, h in enumerate(xla_compat.data_handles(args))}
+        ids, values = xla_compat.graph_parameters(outputs)
+        seed_id = xla_compat.seed_id()
+        captured = []
+        for slot, (data_id, value) in enumerate(zip(ids, values, strict=True)):
+            index = position.get(xla_compat.data_handles([value])[0])
+            if index is not None:
+                self._parameters.append(index)
+                continue
+            self._parameters.append(value)
+            if data_id == seed_id:
+                self._seed_slots.append(slot)
+            elif value.numel() != 1:
+                captured.append(f"{value.dtype} {list(value.shape)}")
+        if captured:
+            raise PipelineError(
+                f"{self.function.name} program: expected every tensor that it reads "
+                f"to be an argument, got captured constants: {', '.join(captured)}. "
+                "An operation in the stage's forward made them on the host; write it "
+                "with operations that XLA supports, or keep the tensor in a buffer."
+            )
+
+    def _check_shardings(self, args: list[Tensor]) -> None:
+        found = _shardings([args[i] for i in self._checked])
+        if found == self._expected:
+            return
+        wrong = [
+            f"{self.function.inputs[i]}: expected {expected}, got {got}"
+            for i, expected, got in zip(
+                self._checked, self._expected, found, strict=True
+            )
+            if expected != got
+        ]
+        raise PipelineError(
+            f"{self.function.name} program: values with another sharding than it was "
+            f"compiled for. {'; '.join(wrong)}. Mark the values as in the first step."
+        )
+
+
+def _shardings(tensors: Sequence[Tensor]) -> list[str]:
+    """Return sharding texts, no annotation counted as replicated."""
+    return [text or _REPLICATED for text in xla_compat.sharding_texts(tensors)]
+
+
+def _distinct(args: list[Tensor]) -> list[Tensor]:
+    """Copy arguments that share a buffer with an earlier one.
+
+    The trace tells arguments apart by their buffers; two arguments that happen to be
+    the same value at the first call need not be so later.
+    """
+    seen: set[int] = set()
+    copies = []
+    for i, handle in enumerate(xla_compat.data_handles(args)):
+        if handle in seen:
+            args = [*args[:i], args[i].detach().clone(), *args[i + 1 :]]
+            copies.append(args[i])
+        seen.add(handle)
+    xla_compat.materialize(copies)
+    xla_compat.wait_device()
+    return args

@@ -1,0 +1,206 @@
+"""The compiled programs of one stage for one signature of its inputs.
+
+Values are kept by name (see `compile.export` for the roles). `fixed` values belong to
+the stage: parameters, buffers, constants and gradient sums. `live` values belong to
+one microbatch and die with its backward.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.compile.export import JointGraph
+from torch_xla_pp.compile.partition import (
+    Function,
+    StageFunctions,
+    accumulator,
+    partition_joint,
+)
+from torch_xla_pp.compile.program import Program
+
+Values = dict[str, Tensor]
+
+
+class Forwarded(NamedTuple):
+    """Hold what the forward of one microbatch gives.
+
+    Attributes:
+        outputs: Tensor outputs of the stage, in order.
+        live: What the backward of this microbatch will read.
+        updates: Buffer role → new value.
+    """
+
+    outputs: list[Tensor]
+    live: Values
+    updates: Values
+
+
+class StagePrograms:
+    """Hold the programs of a stage: forward, inference, and the backwards.
+
+    Args:
+        joint: Joint graph of the stage.
+        output_shardings: Sharding of each output.
+        input_shardings: Sharding of each tensor input; gradients get the same.
+        fixed_shardings: Role → sharding of parameters and buffers; gradient sums
+            and new buffers get the same.
+    """
+
+    def __init__(
+        self,
+        joint: JointGraph,
+        output_shardings: Sequence[xla_compat.OpSharding],
+        input_shardings: Sequence[xla_compat.OpSharding],
+        fixed_shardings: Mapping[str, xla_compat.OpSharding],
+    ) -> None:
+        functions = partition_joint(joint)
+        self._functions = functions
+        self.output_spec: pytree.TreeSpec = joint.output_spec
+        self.outputs = joint.example_outputs
+        self._constants = {
+            role: xla_compat.from_local_shards(
+                [value.cpu()], xla_compat.replicated_sharding(), value.shape
+            )
+            for role, value in joint.constants.items()
+        }
+        pins = _pins(functions, output_shardings, input_shardings, fixed_shardings)
+        inputs = [f"input:{i}" for i in range(len(input_shardings))]
+        tangents = [f"tangent:{i}" for i in range(len(output_shardings))]
+        self._forward = Program(functions.forward, pins, inputs)
+        self._inference = Program(functions.inference, pins, inputs)
+        self._backward = _program(functions.backward, pins, tangents)
+        self._backward_input = _program(functions.backward_input, pins, tangents)
+        self._backward_weight = _program(functions.backward_weight, pins, tangents)
+        self._kept = _reads(functions.backward) | _reads(functions.backward_input)
+        self._kept |= _reads(functions.backward_weight)
+        self._kept |= {n for n in functions.input_grads.values() if n is not None}
+
+    @property
+    def accumulated_roles(self) -> tuple[str, ...]:
+        """Return the roles of the parameters that get a gradient."""
+        return tuple(self._functions.parameter_grads)
+
+    @property
+    def has_backward(self) -> bool:
+        """Return whether there is any gradient to compute."""
+        return self._functions.backward is not None or bool(self._functions.input_grads)
+
+    def forward(
+        self, fixed: Mapping[str, Tensor], inputs: Sequence[Tensor], seed: int
+    ) -> Forwarded:
+        """Enqueue the forward of one microbatch and keep what its backward reads."""
+        return self._run_forward(self._forward, fixed, inputs, seed, is_kept=True)
+
+    def inference(
+        self, fixed: Mapping[str, Tensor], inputs: Sequence[Tensor], seed: int
+    ) -> Forwarded:
+        """Enqueue the forward of one microbatch that has no backward."""
+        return self._run_forward(self._inference, fixed, inputs, seed, is_kept=False)
+
+    def backward(
+        self, fixed: Mapping[str, Tensor], live: Values
+    ) -> tuple[dict[int, Tensor | None], Values]:
+        """Enqueue the full backward of one microbatch.
+
+        Args:
+            fixed: The stage's values, with `sum:` entries for gradients so far.
+            live: What `forward` kept, with `tangent:` entries added.
+
+        Returns:
+            Input index → gradient (None for zero), and the new `sum:` entries.
+        """
+        results = self._run(self._backward, fixed, live)
+        return self._input_grads({**live, **results}), self._sums(results)
+
+    def backward_input(
+        self, fixed: Mapping[str, Tensor], live: Values
+    ) -> tuple[dict[int, Tensor | None], Values]:
+        """Enqueue the part of the backward that gives the gradients of inputs.
+
+        Returns:
+            Input index → gradient, and what `backward_weight` needs as `live`.
+        """
+        results = self._run(self._backward_input, fixed, live)
+        everything = {**live, **results}
+        reads = _reads(self._functions.backward_weight)
+        residual = {n: v for n, v in everything.items() if n in reads}
+        return self._input_grads(everything), residual
+
+    def backward_weight(self, fixed: Mapping[str, Tensor], live: Values) -> Values:
+        """Enqueue the rest of the backward; return the new `sum:` entries."""
+        return self._sums(self._run(self._backward_weight, fixed, live))
+
+    def _run_forward(
+        self,
+        program: Program,
+        fixed: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        seed: int,
+        *,
+        is_kept: bool,
+    ) -> Forwarded:
+        live = {f"input:{i}": value for i, value in enumerate(inputs)}
+        results = program({**fixed, **self._constants, **live}, seed)
+        everything = {**fixed, **self._constants, **live, **results}
+        kept = {**live, **results} if is_kept else {}
+        return Forwarded(
+            outputs=[everything[name] for name in self._functions.outputs],
+            live={name: value for name, value in kept.items() if name in self._kept},
+            updates={
+                role: results[name]
+                for role, name in self._functions.buffer_updates.items()
+            },
+        )
+
+    def _run(
+        self, program: Program | None, fixed: Mapping[str, Tensor], live: Values
+    ) -> Values:
+        if program is None:
+            return {}
+        return program({**fixed, **self._constants, **live})
+
+    def _input_grads(self, values: Values) -> dict[int, Tensor | None]:
+        return {
+            index: None if name is None else values[name]
+            for index, name in self._functions.input_grads.items()
+        }
+
+    def _sums(self, results: Values) -> Values:
+        return {
+            accumulator(role): results[name]
+            for role, name in self._functions.parameter_grads.items()
+            if name in results
+        }
+
+
+def _program(
+    function: Function | None,
+    pins: Mapping[str, xla_compat.OpSharding],
+    checked: Sequence[str],
+) -> Program | None:
+    return None if function is None else Program(function, pins, checked)
+
+
+def _reads(function: Function | None) -> set[str]:
+    return set() if function is None else set(function.inputs)
+
+
+def _pins(
+    functions: StageFunctions,
+    output_shardings: Sequence[xla_compat.OpSharding],
+    input_shardings: Sequence[xla_compat.OpSharding],
+    fixed_shardings: Mapping[str, xla_compat.OpSharding],
+) -> dict[str, xla_compat.OpSharding]:
+    """Return the sharding of every output that crosses the stage's border."""
+    pins = dict(zip(functions.outputs, output_shardings, strict=True))
+    for index, name in functions.input_grads.items():
+        if name is not None:
+            pins[name] = input_shardings[index]
+    for role, name in functions.parameter_grads.items():
+        pins[name] = fixed_shardings[role]
+    for role, name in functions.buffer_updates.items():
+        pins[name] = fixed_shardings[role]
+    return pins

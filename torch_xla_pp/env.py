@@ -1,0 +1,35 @@
+"""Every environment variable that torch_xla_pp reads, in one place."""
+
+import os
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+def set_defaults() -> None:
+    """Set what torch_xla reads when it is loaded, unless the user has set it.
+
+    XLA's partitioner prints one notice of its future removal per compiled program;
+    errors are still printed.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+def timeout_s() -> float:
+    """Return how long to wait for a peer, in seconds.
+
+    Set by `TORCH_XLA_PP_TIMEOUT_S`; the default is ten minutes.
+
+    Raises:
+        ValueError: The variable does not hold a positive number.
+    """
+    text = os.environ.get("TORCH_XLA_PP_TIMEOUT_S", str(DEFAULT_TIMEOUT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if seconds <= 0:
+        raise ValueError(
+            f"TORCH_XLA_PP_TIMEOUT_S: expected a positive number of seconds, got "
+            f"{text!r}. Unset it or set e.g. TORCH_XLA_PP_TIMEOUT_S=600."
+        )
+    return seconds

@@ -1,0 +1,26 @@
+"""Errors that a caller of torch_xla_pp may want to catch.
+
+Faulty arguments raise `ValueError` or `TypeError` as everywhere in PyTorch; the
+classes below are for faults that concern the job as a whole. Every text says what
+is wrong, what was expected, what was found, and what to do.
+"""
+
+
+class PipelineError(RuntimeError):
+    """Report a fault of a pipeline; base class of all errors below."""
+
+
+class PlanError(PipelineError):
+    """Report that the ranks of a job do not agree on one pipeline."""
+
+
+class StageShapeError(PipelineError):
+    """Report values that do not fit the stage which consumes them."""
+
+
+class TransportError(PipelineError):
+    """Report that a message between two ranks was lost or malformed."""
+
+
+class TransportTimeout(TransportError):
+    """Report that a message did not arrive within the time limit."""

@@ -1,0 +1,6 @@
+"""LAUNCH: the device and the mesh of a job started by torchrun."""
+
+from torch_xla_pp.launch.device import device
+from torch_xla_pp.launch.device_mesh import PipelineMesh, init_device_mesh
+
+__all__ = ["PipelineMesh", "device", "init_device_mesh"]

@@ -1,0 +1,16 @@
+"""The XLA device of a rank."""
+
+import torch
+
+from torch_xla_pp import xla_compat
+
+
+def device() -> torch.device:
+    """Return the device that stands for all XLA devices of this rank.
+
+    Switches the process to SPMD at the first call, which must come before any other
+    use of torch_xla. How many devices a rank has is decided by the launch: on a CPU
+    machine `CPU_NUM_DEVICES`, one if it is not set.
+    """
+    xla_compat.enable_spmd()
+    return xla_compat.device()

@@ -1,0 +1,96 @@
+"""The devices of one rank as named axes, and values laid out over them."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+Axis = str | tuple[str, ...] | None
+Partition = tuple[Axis, ...]
+
+
+def _axis_names(axis: Axis) -> tuple[str, ...]:
+    if axis is None:
+        return ()
+    return (axis,) if isinstance(axis, str) else axis
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalMesh:
+    """Name the axes of one rank's devices.
+
+    A *partition* of a tensor names, for each of its dimensions, the mesh axis (or
+    axes) that the dimension is split over; None leaves it whole.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        axes = zip(self.names, self.shape, strict=True)
+        return " x ".join(f"{name}={size}" for name, size in axes)
+
+    @property
+    def num_devices(self) -> int:
+        """Return the number of devices of the mesh."""
+        return math.prod(self.shape)
+
+    def axis_size(self, axis: Axis) -> int:
+        """Return over how many devices `axis` splits a dimension."""
+        sizes = dict(zip(self.names, self.shape, strict=True))
+        return math.prod(sizes[name] for name in _axis_names(axis))
+
+    def shard_shape(self, shape: tuple[int, ...], partition: Partition) -> list[int]:
+        """Return the shape of one device's part of a tensor, padding included."""
+        return [
+            -(-size // self.axis_size(axis))
+            for size, axis in zip(shape, partition, strict=True)
+        ]
+
+    def is_split(self, partition: Partition) -> bool:
+        """Return whether `partition` splits anything over more than one device."""
+        return any(self.axis_size(axis) > 1 for axis in partition)
+
+    def faults(self, shape: tuple[int, ...], partition: Partition) -> list[str]:
+        """List what does not fit between a tensor's shape and its partition."""
+        if len(partition) != len(shape):
+            return [f"expected {len(shape)} entries, one per dimension"]
+        used = [name for axis in partition for name in _axis_names(axis)]
+        found = [
+            f"unknown axis {name!r}, the mesh has {self.names}"
+            for name in used
+            if name not in self.names
+        ]
+        found += [
+            f"axis {name!r} is used twice"
+            for name in sorted(set(used))
+            if used.count(name) > 1
+        ]
+        if found:
+            return found
+        return [
+            f"dimension {dim} of size {size} does not divide over {axis!r} of size "
+            f"{self.axis_size(axis)}"
+            for dim, (size, axis) in enumerate(zip(shape, partition, strict=True))
+            if size % self.axis_size(axis)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """Describe one value on a boundary between two stages.
+
+    Args:
+        shape: Shape of the whole value.
+        dtype: Its dtype.
+        partition: How it lies on the devices of a rank.
+        requires_grad: Whether a gradient comes back for it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    partition: Partition
+    requires_grad: bool = False
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"

@@ -1,0 +1,39 @@
+"""Hand values from stage to stage, on one rank or between two."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from torch_xla_pp.transport import Message, ShardLayout, XlaPpProcessGroup
+
+
+class Exchange:
+    """Send and receive the values of a group's stages.
+
+    Stages of one rank hand device values over without a copy, through the group's
+    mailbox; others use the group's transport.
+    """
+
+    def __init__(self, group: XlaPpProcessGroup) -> None:
+        self._group = group
+
+    def send(self, message: Message, rank: int, values: Sequence[Tensor]) -> None:
+        """Send `values` to a stage of group rank `rank`; does not wait for it."""
+        if rank == self._group.rank():
+            self._group.mailbox[message] = list(values)
+        else:
+            self._group.transport.send(message, rank, values)
+
+    def receive(
+        self, message: Message, rank: int, layouts: Sequence[ShardLayout]
+    ) -> list[Tensor]:
+        """Return the values of `message` from a stage of group rank `rank`."""
+        if rank == self._group.rank():
+            return self._group.mailbox.pop(message)
+        return self._group.transport.recv(message, rank, layouts)
+
+    def forget(self, stage: int) -> None:
+        """Drop what lies in the mailbox for `stage`, left over from a failed step."""
+        mailbox = self._group.mailbox
+        for message in [m for m in mailbox if m.stage == stage]:
+            del mailbox[message]

@@ -1,0 +1,113 @@
+"""What ranks and stages tell each other before a schedule's first step.
+
+Two rounds: every rank *claims* its stages, so that all ranks know at once whether the
+claims fit together; then every stage *offers* the next one what it will send.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch_xla_pp.errors import PlanError, StageShapeError
+from torch_xla_pp.mesh import TensorSpec
+from torch_xla_pp.transport import Rendezvous
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """State what one rank brings to a schedule."""
+
+    stages: tuple[int, ...]
+    num_stages: int
+    num_microbatches: int
+    schedule: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """State what a stage sends to the next one for every microbatch.
+
+    Args:
+        values: The values, in the order of the next stage's inputs.
+        rows: Size of the batch dimension of a microbatch.
+    """
+
+    values: tuple[TensorSpec, ...]
+    rows: int
+
+
+def agree_on_stages(rendezvous: Rendezvous, claim: Claim) -> None:
+    """Compare the claims of all ranks; every rank must call it.
+
+    Raises:
+        PlanError: The claims do not make one pipeline; raised on every rank.
+    """
+    claims = rendezvous.exchange("claim", claim)
+    faults = claim_faults(claims)
+    if faults:
+        raise PlanError(
+            "pipeline: the ranks do not build one pipeline:\n  " + "\n  ".join(faults)
+        )
+
+
+def claim_faults(claims: Sequence[Claim]) -> list[str]:
+    """List what does not fit between the claims of the ranks, by rank."""
+    faults = []
+    for what in ("num_stages", "num_microbatches", "schedule"):
+        values = [getattr(claim, what) for claim in claims]
+        if len(set(values)) > 1:
+            faults.append(
+                f"{what}: expected the same on every rank, got {values}. Build the "
+                "stages and the schedule with equal arguments on every rank."
+            )
+    owners = {
+        stage: [rank for rank, claim in enumerate(claims) if stage in claim.stages]
+        for stage in range(claims[0].num_stages)
+    }
+    counts = Counter(stage for claim in claims for stage in claim.stages)
+    for stage, ranks in owners.items():
+        if not ranks:
+            faults.append(f"stage {stage}: expected on one rank, got it on none.")
+        elif counts[stage] > 1:
+            faults.append(
+                f"stage {stage}: expected on one rank, got it on ranks {ranks}. "
+                "Build each stage once, e.g. stage_index = the rank in the group."
+            )
+    return faults
+
+
+def check_fits(stage: int, offered: Sequence[TensorSpec], own: Sequence[str]) -> None:
+    """Refuse an offer that differs from what a stage declares to take.
+
+    Args:
+        stage: The stage that takes the offer.
+        offered: What is offered.
+        own: What the stage expects, as texts of `TensorSpec`.
+
+    Raises:
+        StageShapeError: Names every value that differs.
+    """
+    got = [str(spec) for spec in offered]
+    if got == list(own):
+        return
+    source = "the batch" if stage == 0 else f"stage {stage - 1}"
+    raise StageShapeError(
+        f"stage {stage}: expected inputs {', '.join(own)}, got {', '.join(got)} from "
+        f"{source}. Make shapes and dtypes equal: check the batch size, the number of "
+        "microbatches and the model's split."
+    )
+
+
+def offer(rendezvous: Rendezvous, stage: int, value: Offer) -> None:
+    """Tell stage `stage` what it will receive."""
+    rendezvous.publish(f"offer/{stage}", value)
+
+
+def await_offer(rendezvous: Rendezvous, stage: int, from_rank: int) -> Offer:
+    """Wait until the previous stage has told what stage `stage` will receive."""
+    found = rendezvous.read(f"offer/{stage}", from_rank)
+    if not isinstance(found, Offer):
+        raise PlanError(
+            f"stage {stage}: expected an offer from rank {from_rank}, got {found!r}."
+        )
+    return found

@@ -1,0 +1,81 @@
+"""Stages made by hand, with upstream's signature."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torch_xla_pp.mesh import Partition
+from torch_xla_pp.runtime.placement import AUTO, BatchAxis
+from torch_xla_pp.runtime.stage import XlaPipelineStage
+
+
+class PipelineStage(XlaPipelineStage):
+    """Run a module written by hand as one stage of a pipeline.
+
+    Takes what `torch.distributed.pipelining.PipelineStage` takes, and how to lay
+    values out over the local devices.
+
+    Args:
+        submodule: The stage's module; on the host, on meta, or on the XLA device.
+        stage_index: Index of this stage.
+        num_stages: Number of stages of the pipeline.
+        device: `xpp.device()`.
+        input_args: Example of the positional inputs; if given, what arrives must have
+            these shapes and dtypes.
+        output_args: Example of the outputs, likewise.
+        group: Group of the pipeline's ranks, of backend "xla_pp"; None for the
+            default group.
+        dw_builder: Not supported: the backward is always split by the compiler.
+        mesh: SPMD mesh of this rank's devices.
+        sharding: Glob pattern on parameter names → mesh axis per dimension.
+        batch_axis: Mesh axis that splits the batch; "auto" takes the axis called
+            "data" if there is one.
+
+    Raises:
+        ValueError: An argument does not fit.
+
+    Example:
+        >>> stage = PipelineStage(block, 0, 2, xpp.device(), mesh=mesh["data"])
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        input_args: Tensor | tuple[Tensor, ...] | None = None,
+        output_args: Tensor | tuple[Tensor, ...] | None = None,
+        group: dist.ProcessGroup | None = None,
+        dw_builder: Any = None,
+        *,
+        mesh: Any | None = None,
+        sharding: Mapping[str, Partition] | None = None,
+        batch_axis: BatchAxis = AUTO,
+    ) -> None:
+        if dw_builder is not None:
+            raise ValueError(
+                "dw_builder: expected None, got a builder. The backward of an XLA "
+                "stage is split by the compiler; leave the argument out."
+            )
+        super().__init__(
+            submodule,
+            stage_index,
+            num_stages,
+            device,
+            group,
+            mesh=mesh,
+            sharding=sharding,
+            batch_axis=batch_axis,
+            expected_inputs=_as_tuple(input_args),
+            expected_outputs=_as_tuple(output_args),
+        )
+
+
+def _as_tuple(
+    values: Tensor | tuple[Tensor, ...] | None,
+) -> tuple[Tensor, ...] | None:
+    return (values,) if isinstance(values, Tensor) else values

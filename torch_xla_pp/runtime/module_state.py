@@ -1,0 +1,244 @@
+"""The parameters, buffers and gradients of one stage, on the device.
+
+Keeps the law that a step starts with device data only: whatever the user did lazily
+between two steps (an optimizer step, gradient clipping, loading weights) is computed
+by one program at the start of the next step.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.compile import accumulator
+from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.mesh import Partition, match_rules
+from torch_xla_pp.runtime.placement import Placement
+
+
+class ModuleState:
+    """Own the values of a stage's module.
+
+    Args:
+        module: The stage's module, on the host, on meta, or on the XLA device; moved
+            in place. Parameters that are shared inside the module stay shared.
+        placement: The devices of this rank.
+        rules: Sharding rules, see `mesh.match_rules`.
+
+    Raises:
+        ValueError: A rule does not fit a parameter.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        placement: Placement,
+        rules: Mapping[str, Partition],
+    ) -> None:
+        self._module = module
+        self._placement = placement
+        self._zeros: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._texts: dict[str, str] = {}
+        self.fixed: dict[str, Tensor] = {}
+        shapes = {name: tuple(t.shape) for name, t in _named_tensors(module)}
+        self._partitions = match_rules(rules, shapes, placement.local)
+        self._unloaded = _materialize_meta(module)
+        self._move()
+        self._states = {name: _state_of(t) for name, t in _named_tensors(module)}
+
+    @property
+    def shardings(self) -> dict[str, xla_compat.OpSharding]:
+        """Return the sharding of every parameter and buffer, by role."""
+        return {
+            role: xla_compat.op_sharding(value) or xla_compat.replicated_sharding()
+            for role, value in self.fixed.items()
+        }
+
+    def begin_step(self) -> None:
+        """Bring all values onto the device and forget the sums of the last step.
+
+        Raises:
+            PipelineError: A parameter or buffer has no value yet, or was laid out
+                anew after its first use.
+        """
+        self._check_loaded()
+        self._move()
+        self.fixed = _roles(self._module)
+        values = list(self.fixed.values())
+        grads = [v.grad for v in values if v.grad is not None]
+        if any(xla_compat.are_pending(values + grads)):
+            xla_compat.sync_all()
+        xla_compat.materialize(values + grads)
+        self._check_shardings()
+        self._sums = {}
+
+    def sums(self, roles: Iterable[str]) -> dict[str, Tensor]:
+        """Return the gradient sums so far of parameters, as `sum:` entries.
+
+        The first call of a step starts from `.grad`, or from zero if it is None.
+        """
+        if not self._sums:
+            self._sums = {accumulator(role): self._first_sum(role) for role in roles}
+        return self._sums
+
+    def set_sums(self, sums: Mapping[str, Tensor]) -> None:
+        """Replace the gradient sums."""
+        self._sums = dict(sums)
+
+    def publish_grads(self) -> None:
+        """Make the sums the parameters' `.grad`; called once per step."""
+        for role, value in self.fixed.items():
+            if accumulator(role) in self._sums:
+                value.grad = self._sums[accumulator(role)]
+        self._sums = {}
+
+    def update_buffers(self, updates: Mapping[str, Tensor]) -> None:
+        """Give buffers the values that a forward computed."""
+        for role, value in updates.items():
+            xla_compat.rebind(self.fixed[role], value)
+
+    def _first_sum(self, role: str) -> Tensor:
+        parameter = self.fixed[role]
+        if parameter.grad is None:
+            if role not in self._zeros:
+                zeros = torch.zeros(parameter.shape, dtype=parameter.dtype)
+                self._zeros[role] = self._like(zeros, parameter)
+            return self._zeros[role]
+        grad = parameter.grad.detach()
+        if _texts([grad]) != _texts([parameter]):
+            grad = self._like(grad, parameter)
+        return grad
+
+    def _like(self, value: Tensor, parameter: Tensor) -> Tensor:
+        """Return `value` on the device with the sharding of `parameter`."""
+        device = xla_compat.device()
+        is_host = value.device.type != "xla"
+        value = value.to(device) if is_host else value.clone()
+        xla_compat.annotate(
+            value, xla_compat.op_sharding(parameter) or xla_compat.replicated_sharding()
+        )
+        xla_compat.materialize([value])
+        return value
+
+    def _move(self) -> None:
+        """Put every tensor that is not on the device there, keeping ties."""
+        moved: dict[int, Tensor] = {}
+        for prefix, module in self._module.named_modules():
+            for slots in (module._parameters, module._buffers):
+                for key, value in slots.items():
+                    if value is None or value.device.type == "xla":
+                        continue
+                    if id(value) not in moved:
+                        name = f"{prefix}.{key}" if prefix else key
+                        moved[id(value)] = self._moved(name, value)
+                    slots[key] = moved[id(value)]  # type: ignore[assignment]
+        for name, value in _named_tensors(self._module):
+            if not xla_compat.sharding_texts([value])[0] and name in self._partitions:
+                sharding = self._placement.sharding(self._partitions[name])
+                xla_compat.annotate(value, sharding)
+
+    def _moved(self, name: str, value: Tensor) -> Tensor:
+        data = value.detach().to(xla_compat.device())
+        if name in self._partitions:
+            xla_compat.annotate(data, self._placement.sharding(self._partitions[name]))
+        if isinstance(value, nn.Parameter):
+            return nn.Parameter(data, requires_grad=value.requires_grad)
+        return data
+
+    def _check_loaded(self) -> None:
+        """Refuse to run with values that the meta device never had."""
+        self._unloaded = {
+            name
+            for name, value in _named_tensors(self._module)
+            if name in self._unloaded and _state_of(value) == self._states[name]
+        }
+        if self._unloaded:
+            raise PipelineError(
+                "stage: expected every parameter and buffer to have a value, got a "
+                f"module built on meta without: {', '.join(sorted(self._unloaded))}. "
+                "Load them before the first step, e.g. with stage.submod."
+                "load_state_dict(state, strict=False), and fill buffers that no "
+                "state dict has."
+            )
+
+    def _check_shardings(self) -> None:
+        """Annotate what is not; refuse what changed since the first step."""
+        for value in self.fixed.values():
+            if not xla_compat.sharding_texts([value])[0]:
+                xla_compat.annotate(value, xla_compat.replicated_sharding())
+        texts = dict(zip(self.fixed, _texts(list(self.fixed.values())), strict=True))
+        changed = [
+            f"{role}: expected {self._texts[role]}, got {text}"
+            for role, text in texts.items()
+            if self._texts.get(role, text) != text
+        ]
+        if changed:
+            raise PipelineError(
+                "stage: the sharding of parameters changed after the first step. "
+                f"{'; '.join(changed)}. Shard them before it."
+            )
+        self._texts = texts
+
+
+def _texts(tensors: list[Tensor]) -> list[str]:
+    return [text or "{replicated}" for text in xla_compat.sharding_texts(tensors)]
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers(remove_duplicate=False)]
+
+
+def _roles(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's values by the roles that its joint graph uses."""
+    values: dict[str, Tensor] = {
+        f"param:{name}": value for name, value in module.named_parameters()
+    }
+    for name, value in module.named_buffers(remove_duplicate=False):
+        values[f"buffer:{name}"] = value
+    return values
+
+
+def _materialize_meta(module: nn.Module) -> set[str]:
+    """Give meta tensors memory, and values where a module can reset its own.
+
+    Returns:
+        Names of the tensors that still have no value.
+    """
+    made: dict[int, Tensor] = {}
+    unloaded = set()
+    for prefix, sub in module.named_modules():
+        new = {**_allocate(sub._parameters, made), **_allocate(sub._buffers, made)}
+        versions = {key: value._version for key, value in new.items()}
+        reset = getattr(sub, "reset_parameters", None)
+        if callable(reset) and set(sub._parameters) <= set(new) and new:
+            reset()
+        unloaded |= {
+            f"{prefix}.{key}" if prefix else key
+            for key, value in new.items()
+            if value._version == versions[key]
+        }
+    return unloaded
+
+
+def _allocate(slots: dict[str, Any], made: dict[int, Tensor]) -> dict[str, Tensor]:
+    """Replace the meta tensors among a module's slots, shared ones by one."""
+    new = {}
+    for key, value in slots.items():
+        if value is None or not value.is_meta:
+            continue
+        if id(value) not in made:
+            data = torch.empty_like(value, device="cpu")
+            is_parameter = isinstance(value, nn.Parameter)
+            made[id(value)] = (
+                nn.Parameter(data, value.requires_grad) if is_parameter else data
+            )
+        slots[key] = new[key] = made[id(value)]
+    return new
+
+
+def _state_of(value: Tensor) -> tuple[int, int]:
+    """Return what changes when a tensor is written to or replaced."""
+    return id(value), value._version

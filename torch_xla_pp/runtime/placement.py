@@ -1,0 +1,114 @@
+"""Lay values out over the devices of one rank."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+import torch_xla.distributed.spmd as xs
+from torch import Tensor
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.mesh import LocalMesh, Partition, TensorSpec
+from torch_xla_pp.transport import ShardLayout
+
+BatchAxis = str | tuple[str, ...] | None
+
+AUTO = "auto"
+_DATA_AXIS = "data"
+
+
+class Placement:
+    """Know the devices of this rank and which mesh axis splits a batch.
+
+    Args:
+        mesh: The SPMD mesh of this rank; None for one unnamed axis over all devices.
+        batch_axis: The axis that dimension 0 of microbatches is split over, None to
+            replicate them, "auto" for the axis called "data" if there is one.
+
+    Raises:
+        ValueError: The mesh does not span all local devices, or lacks the axis.
+    """
+
+    def __init__(self, mesh: Any | None, batch_axis: BatchAxis) -> None:
+        count = xla_compat.num_local_devices()
+        if mesh is None:
+            mesh = xs.Mesh(np.arange(count), (count,), ("devices",))
+        names = tuple(mesh.axis_names or ())
+        if math.prod(mesh.mesh_shape) != count:
+            raise ValueError(
+                f"mesh: expected a mesh over all {count} local devices, got shape "
+                f"{tuple(mesh.mesh_shape)}. Slice it out of init_device_mesh's result."
+            )
+        if batch_axis == AUTO:
+            batch_axis = _DATA_AXIS if _DATA_AXIS in names else None
+        self.local = LocalMesh(names=names, shape=tuple(mesh.mesh_shape))
+        self._mesh = mesh
+        self._batch_axis = batch_axis
+        wanted = (batch_axis,) if isinstance(batch_axis, str) else batch_axis or ()
+        unknown = [name for name in wanted if name not in names]
+        if unknown:
+            raise ValueError(
+                f"batch_axis: expected axes of the local mesh {names}, got {unknown}. "
+                "Name one of them, or pass None to replicate the batch."
+            )
+
+    def check_batch(self, rows: int) -> None:
+        """Refuse a microbatch that does not divide over the batch axis.
+
+        Raises:
+            ValueError: Names the number of rows and the axis.
+        """
+        size = self.local.axis_size(self._batch_axis)
+        if rows % size:
+            raise ValueError(
+                f"microbatch of {rows} rows does not divide over mesh axis "
+                f"{self._batch_axis!r} of {size} devices: expected a multiple of "
+                f"{size}. Change the batch size or the number of microbatches."
+            )
+
+    def batch_partition(self, shape: tuple[int, ...], rows: int) -> Partition:
+        """Return the partition of a value, split if its dimension 0 is the batch."""
+        whole: Partition = (None,) * len(shape)
+        if not shape or shape[0] != rows:
+            return whole
+        return (self._batch_axis, *whole[1:])
+
+    def sharding(self, partition: Partition) -> xla_compat.OpSharding:
+        """Return torch_xla's sharding for a partition."""
+        if not self.local.is_split(partition):
+            return xla_compat.replicated_sharding()
+        return self._mesh.get_op_sharding(tuple(partition))
+
+    def layout(self, spec: TensorSpec) -> ShardLayout:
+        """Return how a boundary value travels."""
+        is_split = self.local.is_split(spec.partition)
+        return ShardLayout(
+            shape=spec.shape,
+            dtype=spec.dtype,
+            sharding=self.sharding(spec.partition),
+            shard_shape=tuple(self.local.shard_shape(spec.shape, spec.partition)),
+            num_shards=self.local.num_devices if is_split else 1,
+        )
+
+    def pin(self, tensor: Tensor, partition: Partition) -> Tensor:
+        """Return `tensor` on the device, pending or not, laid out as `partition`.
+
+        Values on the host are uploaded shard by shard.
+        """
+        sharding = self.sharding(partition)
+        is_new = tensor.device.type != "xla"
+        value = tensor.detach()
+        value = value.to(xla_compat.device()) if is_new else value.clone()
+        xla_compat.annotate(value, sharding)
+        return value
+
+    def place(self, tensor: Tensor, partition: Partition) -> Tensor:
+        """Return `tensor` as device data, laid out as `partition`."""
+        value = self.pin(tensor, partition)
+        xla_compat.materialize([value])
+        return value
+
+    def zeros(self, spec: TensorSpec) -> Tensor:
+        """Return zeros on the device, laid out as `spec` says."""
+        return self.place(torch.zeros(spec.shape, dtype=spec.dtype), spec.partition)

@@ -1,0 +1,177 @@
+"""What a stage knows about its inputs and outputs under one schedule.
+
+A plan is made before the first step and never changes; programs are added to it as
+they are needed, one set per training mode of the module.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.compile import JointGraph, StagePrograms, export_joint
+from torch_xla_pp.errors import PipelineError, StageShapeError
+from torch_xla_pp.mesh import Partition, TensorSpec
+from torch_xla_pp.runtime.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorMark:
+    """Stand for a tensor in a signature."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Describe arguments from outside: tensors by shape and dtype, others by value."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.leaves))})"
+
+    @classmethod
+    def of(
+        cls, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> tuple["Signature", list[Tensor]]:
+        """Return the signature of arguments, and the tensors among them."""
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+        marks = tuple(
+            _TensorMark(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x
+            for x in leaves
+        )
+        return cls(spec, marks), [x for x in leaves if isinstance(x, Tensor)]
+
+    def fill(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Return arguments that have this signature, with `tensors` in place."""
+        values = iter(tensors)
+        leaves = [
+            next(values) if isinstance(leaf, _TensorMark) else leaf
+            for leaf in self.leaves
+        ]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class StagePlan:
+    """Hold what a stage agreed on for one schedule.
+
+    Args:
+        stage: Index of the stage.
+        num_microbatches: Microbatches per step.
+        rows: Rows of a microbatch.
+        received: What the previous stage sends; empty on the first stage.
+        given: Tensors that the schedule passes in.
+        signature: What the schedule's arguments must look like.
+        expected_outputs: What the outputs must look like, None if anything goes.
+    """
+
+    stage: int
+    num_microbatches: int
+    rows: int
+    received: tuple[TensorSpec, ...]
+    given: tuple[TensorSpec, ...]
+    signature: Signature
+    expected_outputs: Sequence[Tensor] | None
+    _programs: dict[bool, StagePrograms] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Return all tensor inputs, received ones first."""
+        return self.received + self.given
+
+    def programs(
+        self,
+        module: nn.Module,
+        placement: Placement,
+        shardings: Mapping[str, xla_compat.OpSharding],
+    ) -> StagePrograms:
+        """Return the programs for the module's present mode, traced when new.
+
+        Raises:
+            StageShapeError: The module cannot run on the inputs, or its outputs are
+                not what was declared.
+        """
+        mode = module.training
+        if mode not in self._programs:
+            joint = self._export(module)
+            specs = self.output_specs(joint.example_outputs, placement)
+            self._check_outputs(specs)
+            self._programs[mode] = StagePrograms(
+                joint,
+                [placement.sharding(spec.partition) for spec in specs],
+                [placement.sharding(spec.partition) for spec in self.inputs],
+                shardings,
+            )
+        return self._programs[mode]
+
+    def output_specs(
+        self, outputs: Sequence[tuple[Tensor, bool]], placement: Placement
+    ) -> tuple[TensorSpec, ...]:
+        """Describe outputs, each given with whether it needs a gradient."""
+        return tuple(
+            spec_of(
+                value,
+                placement.batch_partition(tuple(value.shape), self.rows),
+                needs_grad,
+            )
+            for value, needs_grad in outputs
+        )
+
+    def _export(self, module: nn.Module) -> JointGraph:
+        received = [_example(spec) for spec in self.received]
+        args, kwargs = self.signature.fill([_example(spec) for spec in self.given])
+        try:
+            return export_joint(module, [*received, *args], kwargs)
+        except PipelineError:
+            raise
+        except Exception as error:
+            inputs = ", ".join(map(str, self.inputs))
+            raise StageShapeError(
+                f"stage {self.stage}: its module cannot run on inputs ({inputs}): "
+                f"{type(error).__name__}: {error}\nCheck that the previous stage "
+                "makes what this one takes."
+            ) from error
+
+    def _check_outputs(self, specs: Sequence[TensorSpec]) -> None:
+        if self.expected_outputs is None:
+            return
+        expected = describe_all(self.expected_outputs)
+        got = [str(spec) for spec in specs]
+        if expected != got:
+            raise StageShapeError(
+                f"stage {self.stage}: expected outputs {', '.join(expected)}, got "
+                f"{', '.join(got)}. Correct output_args or the module."
+            )
+
+
+def spec_of(value: Tensor, partition: Partition, requires_grad: bool) -> TensorSpec:
+    """Describe a value by its metadata."""
+    return TensorSpec(
+        shape=tuple(value.shape),
+        dtype=value.dtype,
+        partition=partition,
+        requires_grad=requires_grad,
+    )
+
+
+def describe_all(values: Sequence[Tensor]) -> list[str]:
+    """Return the texts that specs of `values` have."""
+    return [str(spec_of(value, (None,) * value.dim(), False)) for value in values]
+
+
+def _example(spec: TensorSpec) -> Tensor:
+    """Return a tensor of which only the metadata may be used."""
+    value = torch.empty(spec.shape, dtype=spec.dtype, device=xla_compat.device())
+    return value.requires_grad_(spec.requires_grad)

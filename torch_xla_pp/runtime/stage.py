@@ -1,0 +1,519 @@
+"""Pipeline stages that run as compiled XLA programs under torch's own schedules.
+
+A schedule calls `forward_one_chunk`, `backward_one_chunk` and
+`backward_weight_one_chunk` in its order; each call receives what it needs, enqueues
+one program, and sends what others need. So the schedule has no communication to do,
+and the stage answers with empty lists when asked for send and receive operations.
+
+Law: gradients are scaled once. The derivative of the loss is divided by the number of
+microbatches before it enters the last stage's backward, so that `scale_grads` has
+nothing left to do: upstream 2.9 calls it in `eval` as well, and not after the
+backward-weight actions of `_PipelineScheduleRuntime`.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.compile import Forwarded, StagePrograms
+from torch_xla_pp.errors import PipelineError, StageShapeError
+from torch_xla_pp.mesh import Partition, TensorSpec
+from torch_xla_pp.runtime import handshake
+from torch_xla_pp.runtime.exchange import Exchange
+from torch_xla_pp.runtime.handshake import Claim, Offer
+from torch_xla_pp.runtime.module_state import ModuleState
+from torch_xla_pp.runtime.placement import AUTO, BatchAxis, Placement
+from torch_xla_pp.runtime.plan import Signature, StagePlan, describe_all, spec_of
+from torch_xla_pp.runtime.torch_compat import (
+    Schedule,
+    StageBase,
+    calling_schedule,
+    local_stages,
+    num_microbatches,
+    scales_grads,
+)
+from torch_xla_pp.transport import Message, of_group
+
+T = TypeVar("T")
+
+
+class XlaPipelineStage(StageBase):  # type: ignore[misc]
+    """Run one stage of a pipeline as compiled XLA programs.
+
+    Made by `Pipe.build_stage` or as `PipelineStage`. All ranks of `group` must make
+    their stages and drive them with equal schedules.
+
+    Args:
+        submodule: The stage's module; moved to the device in place.
+        stage_index: Index of this stage.
+        num_stages: Number of stages of the pipeline.
+        device: `xpp.device()`.
+        group: Group of the pipeline's ranks, of backend "xla_pp".
+        mesh: SPMD mesh of this rank's devices, e.g. `mesh["data", "model"]`.
+        sharding: Glob pattern on parameter names → mesh axis per dimension.
+        batch_axis: Mesh axis that splits the batch; "auto" takes the axis called
+            "data" if there is one.
+        outputs_sent: Which outputs the next stage takes, in its order; None for all.
+        expected_inputs: What the positional inputs must look like, None if anything
+            the module takes is right.
+        expected_outputs: What the outputs must look like, likewise.
+
+    Raises:
+        ValueError: An argument does not fit; raised on every rank in its first step
+            at the latest.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        *,
+        mesh: Any | None = None,
+        sharding: Mapping[str, Partition] | None = None,
+        batch_axis: BatchAxis = AUTO,
+        outputs_sent: Sequence[int] | None = None,
+        expected_inputs: Sequence[Tensor] | None = None,
+        expected_outputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        self._pg = of_group(group)
+        with self._pg.rendezvous.reporting():
+            _check_index(stage_index, num_stages)
+            _check_device(device)
+            super().__init__(submodule, stage_index, num_stages, device, group)
+            self._placement = Placement(mesh, batch_axis)
+            self._state = ModuleState(submodule, self._placement, sharding or {})
+        self._exchange = Exchange(self._pg)
+        self._outputs_sent = outputs_sent
+        self._expected_inputs = expected_inputs
+        self._expected_outputs = expected_outputs
+        self._plans: WeakKeyDictionary[Schedule, StagePlan] = WeakKeyDictionary()
+        self._schedule: Schedule | None = None
+        self._live: dict[int, dict[str, Tensor]] = {}
+        self._residuals: dict[int, dict[str, Tensor]] = {}
+        self._leaves: dict[int, list[Tensor]] = {}
+        self._zeros: dict[TensorSpec, Tensor] = {}
+        self._num_backwards = 0
+        self._num_steps = 0
+
+    # Called by a schedule at the start of every step.
+
+    def clear_runtime_states(self) -> None:
+        """Start a step: bring parameters onto the device, drop leftovers."""
+        schedule = calling_schedule()
+        if schedule is None:
+            raise PipelineError(
+                f"stage {self.stage_index}: expected to be driven by a schedule of "
+                "torch.distributed.pipelining, got a call from elsewhere. Call the "
+                "schedule's step or eval."
+            )
+        self._schedule = schedule
+        self._pg.rendezvous.check()
+        with self._reporting():
+            for held in (self._live, self._residuals, self._leaves):
+                held.clear()
+            self.output_chunks.clear()
+            self._exchange.forget(self.stage_index)
+            self._num_backwards = 0
+            self._num_steps += 1
+            self._state.begin_step()
+
+    # Called by a schedule before its first step.
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Return nothing: there is no connection to set up."""
+        return []
+
+    def _prepare_forward_infra(
+        self,
+        num_microbatches: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+    ) -> tuple[Any, ...]:
+        """Agree with the other ranks and stages on what will be sent.
+
+        Raises:
+            PlanError: The ranks do not build one pipeline.
+            StageShapeError: This stage cannot take what the previous one makes.
+        """
+        schedule = self._driver()
+        stages = local_stages(schedule)
+        if stages[0] is self:
+            self._claim(schedule, stages)
+        with self._reporting():
+            plan = self._plan_for(num_microbatches, args, kwargs)
+            self._plans[schedule] = plan
+            self.chunks = num_microbatches
+            programs = self._programs(plan)
+            if not self.is_last:
+                sent = self._sent_of(self._output_specs(plan, programs))
+                handshake.offer(
+                    self._pg.rendezvous,
+                    self.stage_index + 1,
+                    Offer(values=tuple(sent), rows=plan.rows),
+                )
+        if stages[-1] is self:
+            self._pg.rendezvous.exchange("ready", None)
+        return ()
+
+    def _prepare_backward_infra(self, num_microbatches: int) -> None:
+        """Do nothing: a backward needs no buffers and no agreement of its own."""
+
+    def _create_grad_recv_info(self, act_send_info: dict[Any, Any]) -> tuple[Any, ...]:
+        """Return nothing: gradients are received by the backward itself."""
+        return ()
+
+    def _claim(self, schedule: Schedule, stages: Sequence[Any]) -> None:
+        claim = Claim(
+            stages=tuple(stage.stage_index for stage in stages),
+            num_stages=self.num_stages,
+            num_microbatches=num_microbatches(schedule),
+            schedule=type(schedule).__name__,
+        )
+        handshake.agree_on_stages(self._pg.rendezvous, claim)
+
+    def _plan_for(
+        self,
+        num_microbatches: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+    ) -> StagePlan:
+        """Find out what goes into this stage."""
+        signature, outside = Signature.of(args if self.is_first else (), kwargs)
+        if self.is_first:
+            rows = outside[0].shape[0] if outside and outside[0].dim() else 1
+            received: tuple[TensorSpec, ...] = ()
+            self._placement.check_batch(rows)
+        else:
+            offered = handshake.await_offer(
+                self._pg.rendezvous, self.stage_index, self._rank_of(-1)
+            )
+            received, rows = offered.values, offered.rows
+        given = tuple(self._given_spec(value, rows) for value in outside)
+        if self._expected_inputs is not None and not kwargs:
+            expected = describe_all(self._expected_inputs)
+            handshake.check_fits(self.stage_index, received or given, expected)
+        return StagePlan(
+            stage=self.stage_index,
+            num_microbatches=num_microbatches,
+            rows=rows,
+            received=received,
+            given=given,
+            signature=signature,
+            expected_outputs=self._expected_outputs,
+        )
+
+    def _given_spec(self, value: Tensor, rows: int) -> TensorSpec:
+        if value.requires_grad:
+            raise ValueError(
+                f"stage {self.stage_index}: expected inputs that need no gradient, "
+                "got one with requires_grad=True. Detach it; gradients of a "
+                "pipeline's inputs are not computed."
+            )
+        partition = self._placement.batch_partition(tuple(value.shape), rows)
+        return spec_of(value, partition, False)
+
+    def _programs(self, plan: StagePlan) -> StagePrograms:
+        return plan.programs(self.submod, self._placement, self._state.shardings)
+
+    def _output_specs(
+        self, plan: StagePlan, programs: StagePrograms
+    ) -> tuple[TensorSpec, ...]:
+        return plan.output_specs(programs.outputs, self._placement)
+
+    def _sent_of(self, outputs: Sequence[T]) -> Sequence[T]:
+        """Return those of a list of all outputs that the next stage takes."""
+        if self._outputs_sent is None:
+            return outputs
+        return [outputs[index] for index in self._outputs_sent]
+
+    # Actions.
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Receive, enqueue the forward of one microbatch, and send.
+
+        Returns:
+            The stage's output; on the last stage of a training step its tensors are
+            leaves that a loss may be computed from.
+        """
+        with self._reporting():
+            plan = self._plan()
+            programs = self._programs(plan)
+            inputs = self._inputs(plan, fwd_chunk_id, args, kwargs)
+            seed = self._seed(fwd_chunk_id)
+            run = programs.forward if self.has_backward else programs.inference
+            result = run(self._state.fixed, inputs, seed)
+            self._state.update_buffers(result.updates)
+            if self.has_backward:
+                self._live[fwd_chunk_id] = result.live
+            return self._pass_on(plan, programs, fwd_chunk_id, result)
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Receive gradients, enqueue the backward of one microbatch, and send.
+
+        With `full_backward=False` only the gradients of inputs are computed;
+        `backward_weight_one_chunk` does the rest.
+        """
+        if not self.has_backward:
+            return
+        with self._reporting():
+            plan = self._plan()
+            programs = self._programs(plan)
+            live = self._live.pop(bwd_chunk_id)
+            live |= self._tangents(plan, programs, bwd_chunk_id, loss)
+            if full_backward:
+                grads, sums = programs.backward(self._fixed(programs), live)
+                self._count_backward(plan, sums)
+            else:
+                grads, residual = programs.backward_input(self._state.fixed, live)
+                self._residuals[bwd_chunk_id] = residual
+            if not self.is_first:
+                self._send_grads(plan, bwd_chunk_id, grads)
+
+    def backward_weight_one_chunk(
+        self, bwd_chunk_id: int, last_backward: bool = False
+    ) -> None:
+        """Enqueue the rest of a backward that computed gradients of inputs alone."""
+        if not self.has_backward:
+            return
+        with self._reporting():
+            plan = self._plan()
+            programs = self._programs(plan)
+            residual = self._residuals.pop(bwd_chunk_id)
+            sums = programs.backward_weight(self._fixed(programs), residual)
+            self._count_backward(plan, sums)
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Do nothing: gradients were scaled on their way, see the module's law."""
+
+    def _inputs(
+        self,
+        plan: StagePlan,
+        microbatch: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+    ) -> list[Tensor]:
+        """Collect the inputs of one microbatch as device data."""
+        signature, outside = Signature.of(args if self.is_first else (), kwargs)
+        if signature != plan.signature:
+            raise StageShapeError(
+                f"stage {self.stage_index}, microbatch {microbatch}: expected "
+                f"arguments {plan.signature}, got {signature}. "
+                "Use a batch that divides into equal microbatches, and the same "
+                "shapes and arguments in every step."
+            )
+        received = []
+        if plan.received:
+            layouts = [self._placement.layout(spec) for spec in plan.received]
+            message = Message("F", self.stage_index, microbatch)
+            received = self._exchange.receive(message, self._rank_of(-1), layouts)
+        given = [
+            self._placement.pin(value, spec.partition)
+            for value, spec in zip(outside, plan.given, strict=True)
+        ]
+        xla_compat.materialize(given)
+        return received + given
+
+    def _pass_on(
+        self,
+        plan: StagePlan,
+        programs: StagePrograms,
+        microbatch: int,
+        result: Forwarded,
+    ) -> Any:
+        """Send outputs to the next stage, or give them to the schedule."""
+        outputs = [value.detach() for value in result.outputs]
+        if not self.is_last:
+            sent = self._sent_of(outputs)
+            message = Message("F", self.stage_index + 1, microbatch)
+            self._exchange.send(message, self._rank_of(1), sent)
+            return pytree.tree_unflatten(outputs, programs.output_spec)
+        self.output_chunks.append(pytree.tree_unflatten(outputs, programs.output_spec))
+        if not self.has_backward:
+            return self.output_chunks[-1]
+        self._leaves[microbatch] = [
+            value.detach().requires_grad_(needs_grad)
+            for value, (_, needs_grad) in zip(outputs, programs.outputs, strict=True)
+        ]
+        return pytree.tree_unflatten(self._leaves[microbatch], programs.output_spec)
+
+    def _tangents(
+        self,
+        plan: StagePlan,
+        programs: StagePrograms,
+        microbatch: int,
+        loss: Tensor | None,
+    ) -> dict[str, Tensor]:
+        """Return the gradient of each output that has one."""
+        specs = self._output_specs(plan, programs)
+        if self.is_last:
+            found = self._loss_grads(specs, microbatch, loss)
+        else:
+            found = self._received_grads(specs, microbatch)
+        return {
+            f"tangent:{index}": self._or_zeros(found.get(index), spec)
+            for index, spec in enumerate(specs)
+            if spec.requires_grad
+        }
+
+    def _loss_grads(
+        self, specs: Sequence[TensorSpec], microbatch: int, loss: Tensor | None
+    ) -> dict[int, Tensor]:
+        """Differentiate the loss of one microbatch by the outputs."""
+        leaves = self._leaves.pop(microbatch)
+        wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
+        if loss is None or not wanted:
+            return {}
+        scale = 1.0
+        if scales_grads(self._driver()):
+            scale = 1.0 / num_microbatches(self._driver())
+        grads = torch.autograd.grad(
+            loss * scale, [leaves[i] for i in wanted], allow_unused=True
+        )
+        found = {
+            i: self._placement.pin(grad, specs[i].partition)
+            for i, grad in zip(wanted, grads, strict=True)
+            if grad is not None
+        }
+        xla_compat.materialize([loss, *found.values()])
+        return found
+
+    def _received_grads(
+        self, specs: Sequence[TensorSpec], microbatch: int
+    ) -> dict[int, Tensor]:
+        """Receive the gradients of the outputs that were sent."""
+        indices = self._sent_of(range(len(specs)))
+        wanted = [(i, specs[i]) for i in indices if specs[i].requires_grad]
+        if not wanted:
+            return {}
+        values = self._exchange.receive(
+            Message("B", self.stage_index, microbatch),
+            self._rank_of(1),
+            [self._placement.layout(spec) for _, spec in wanted],
+        )
+        return {i: value for (i, _), value in zip(wanted, values, strict=True)}
+
+    def _send_grads(
+        self, plan: StagePlan, microbatch: int, grads: Mapping[int, Tensor | None]
+    ) -> None:
+        """Send the gradients of the received inputs to the previous stage."""
+        values = [
+            self._or_zeros(grads.get(index), spec)
+            for index, spec in enumerate(plan.received)
+            if spec.requires_grad
+        ]
+        if values:
+            message = Message("B", self.stage_index - 1, microbatch)
+            self._exchange.send(message, self._rank_of(-1), values)
+
+    def _or_zeros(self, value: Tensor | None, spec: TensorSpec) -> Tensor:
+        if value is not None:
+            return value
+        if spec not in self._zeros:
+            self._zeros[spec] = self._placement.zeros(spec)
+        return self._zeros[spec]
+
+    def _fixed(self, programs: StagePrograms) -> dict[str, Tensor]:
+        return {
+            **self._state.fixed,
+            **self._state.sums(programs.accumulated_roles),
+        }
+
+    def _count_backward(self, plan: StagePlan, sums: Mapping[str, Tensor]) -> None:
+        """Keep the gradient sums; publish them after the last microbatch."""
+        self._state.set_sums(sums)
+        self._num_backwards += 1
+        if self._num_backwards == plan.num_microbatches:
+            self._state.publish_grads()
+
+    def _plan(self) -> StagePlan:
+        return self._plans[self._driver()]
+
+    def _driver(self) -> Schedule:
+        if self._schedule is None:
+            raise PipelineError(
+                f"stage {self.stage_index}: expected a schedule to have started a "
+                "step. Call the schedule's step or eval."
+            )
+        return self._schedule
+
+    def _rank_of(self, distance: int) -> int:
+        return int(self.stage_index_to_group_rank[self.stage_index + distance])
+
+    def _seed(self, microbatch: int) -> int:
+        """Return the seed of one microbatch's random numbers in this step."""
+        key = (torch.initial_seed(), self.stage_index, self._num_steps, microbatch)
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
+        return int.from_bytes(digest, "big")
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Let the other ranks know of an error that stops this one."""
+        with self._pg.rendezvous.reporting():
+            yield
+
+    # Communication that a schedule asks for: none, see the module's docstring.
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return nothing: the forward receives by itself."""
+        return []
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return nothing: the forward sends by itself."""
+        return []
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return nothing: the backward receives by itself."""
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return nothing: the backward sends by itself."""
+        return []
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Do nothing: stages of one rank hand values over by themselves."""
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Any, ...]:
+        """Return nothing: stages of one rank hand gradients over by themselves."""
+        return ()
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[Any, ...], mb_index: int
+    ) -> None:
+        """Do nothing: stages of one rank hand gradients over by themselves."""
+
+
+def _check_index(stage_index: int, num_stages: int) -> None:
+    if not 0 <= stage_index < num_stages:
+        raise ValueError(
+            f"stage_index: expected one of 0..{num_stages - 1}, got {stage_index}. "
+            "Use e.g. the rank in the pipeline's group."
+        )
+
+
+def _check_device(device: torch.device) -> None:
+    if torch.device(device).type != "xla":
+        raise ValueError(
+            f"device: expected the XLA device, got {device}. Pass xpp.device()."
+        )

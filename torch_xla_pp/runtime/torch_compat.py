@@ -1,0 +1,87 @@
+"""The only place that touches private parts of torch.distributed.pipelining 2.9."""
+
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.pipelining import Pipe
+from torch.distributed.pipelining import pipeline as _upstream_pipeline
+from torch.distributed.pipelining._utils import (
+    generate_stage_to_rank_mapping as _generate_mapping,
+)
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+__all__ = [
+    "Pipe",
+    "StageBase",
+    "calling_schedule",
+    "default_placement",
+    "local_stages",
+    "move_factories_to",
+    "num_microbatches",
+    "scales_grads",
+    "trace_and_split",
+]
+
+StageBase = _PipelineStageBase
+Schedule = _PipelineSchedule
+
+
+def calling_schedule() -> Schedule | None:
+    """Return the schedule whose method called the caller, directly or not.
+
+    A stage is not told which schedule drives it, but must know two facts in time:
+    whether gradients are to be divided by the number of microbatches (the call of
+    `scale_grads` comes too late, is made in `eval` too, and is missing after a
+    backward-weight action of `_PipelineScheduleRuntime`), and which other stages
+    the schedule drives. This can go when upstream passes them.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, _PipelineSchedule):
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def local_stages(schedule: Schedule) -> list[Any]:
+    """Return the stages of this rank that `schedule` drives."""
+    stages = getattr(schedule, "_stages", None)
+    return list(stages) if stages is not None else [schedule._stage]  # type: ignore[attr-defined]
+
+
+def num_microbatches(schedule: Schedule) -> int:
+    """Return into how many microbatches `schedule` cuts a batch."""
+    return schedule._n_microbatches
+
+
+def scales_grads(schedule: Schedule) -> bool:
+    """Return whether gradients are averaged over the microbatches."""
+    return schedule.scale_grads
+
+
+def default_placement(num_ranks: int, num_stages: int) -> dict[int, int]:
+    """Return stage → rank of a schedule that places stages in a loop."""
+    return dict(_generate_mapping(num_ranks, num_stages))
+
+
+def trace_and_split(*args: Any, **kwargs: Any) -> Pipe:
+    """Call upstream's `pipeline`, without its warnings on its own internals."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _upstream_pipeline(*args, **kwargs)
+
+
+def move_factories_to(module: torch.nn.Module, device: torch.device) -> None:
+    """Let a traced module create its constants on `device`.
+
+    The trace has the device of the traced model built in.
+    """
+    if isinstance(module, fx.GraphModule):
+        from torch.distributed.pipelining._IR import _modify_graph_op_device
+
+        _modify_graph_op_device(module, device)

@@ -1,0 +1,20 @@
+"""Messages between ranks: process group "xla_pp", agreement, errors, transport."""
+
+from torch_xla_pp.transport.process_group import (
+    XlaPpProcessGroup,
+    of_group,
+    register_backend,
+)
+from torch_xla_pp.transport.rendezvous import Rendezvous
+from torch_xla_pp.transport.stage_transport import Message, ShardLayout, Transport
+
+__all__ = [
+    "Message",
+    "Rendezvous",
+    "ShardLayout",
+    "Transport",
+    "XlaPpProcessGroup",
+    "of_group",
+]
+
+register_backend()

@@ -1,0 +1,224 @@
+"""The only place that touches private parts of torch_xla.
+
+Everything here is a thin, typed name for one private call of torch_xla 2.9, so that
+a new torch_xla version is met in one file. A *sharding* is an opaque
+`_XLAC.OpSharding`; its *text* is the HLO notation, e.g. `{devices=[2,1]0,1}`, and
+the empty text means that the tensor has no annotation.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NewType
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from torch import Tensor
+
+_XLAC = torch_xla._XLAC
+
+OpSharding = Any
+GraphHash = NewType("GraphHash", bytes)
+
+_REPLICATED = 0
+
+
+def enable_spmd() -> None:
+    """Switch this process to SPMD and create its client, once.
+
+    The client must exist before autograd runs: the engine sizes its queues by the
+    number of devices, which torch_xla reports as zero until then.
+    """
+    if not xr.is_spmd():
+        xr.use_spmd()
+    _XLAC._init_computation_client()
+
+
+def is_spmd() -> bool:
+    """Return whether SPMD is switched on in this process."""
+    return bool(xr.is_spmd())
+
+
+def is_client_created() -> bool:
+    """Return whether the XLA client, and with it the device count, is fixed."""
+    return bool(_XLAC._xla_runtime_is_initialized())
+
+
+def num_local_devices() -> int:
+    """Return the number of XLA devices of this process."""
+    return int(xr.addressable_runtime_device_count())
+
+
+def replicated_sharding() -> OpSharding:
+    """Return the sharding of a value that every local device holds whole."""
+    return _XLAC.OpSharding([], [], [], _REPLICATED)
+
+
+def sharding_texts(tensors: Sequence[Tensor]) -> list[str]:
+    """Return the HLO text of each tensor's sharding, empty for none."""
+    return list(_XLAC._get_xla_sharding_specs(list(tensors)))
+
+
+def op_sharding(tensor: Tensor) -> OpSharding | None:
+    """Return the sharding of `tensor`, None if it has none."""
+    return _XLAC._get_xla_op_sharding(tensor)
+
+
+def is_replicated(tensor: Tensor) -> bool:
+    """Return whether every local device holds the whole of `tensor`."""
+    return _XLAC._get_xla_sharding_type(tensor) in (None, _REPLICATED)
+
+
+def annotate(tensor: Tensor, sharding: OpSharding) -> None:
+    """Give `tensor` a sharding, in place.
+
+    Pending values get a constraint in their graph, without a transfer; values that
+    are on the device are downloaded and uploaded again.
+    """
+    _XLAC._xla_mark_sharding(tensor, sharding)
+
+
+def clear_annotation(tensor: Tensor) -> None:
+    """Remove the sharding of `tensor`, so that another may be given."""
+    _XLAC._xla_clear_sharding(tensor)
+
+
+def are_pending(tensors: Sequence[Tensor]) -> list[bool]:
+    """Return for each tensor whether its value still has to be computed."""
+    return list(_XLAC._check_tensor_need_materialization(list(tensors)))
+
+
+def materialize(tensors: Sequence[Tensor]) -> None:
+    """Put `tensors` on the device, with one program for the pending ones.
+
+    Other pending values are left alone. Returns when the program is enqueued.
+    """
+    if tensors:
+        _XLAC._xla_sync_multi(list(tensors), [], False, True)
+
+
+def sync_all() -> None:
+    """Compute every pending value of the process in one program."""
+    torch_xla.sync(reset_scope=False)
+
+
+def wait_device() -> None:
+    """Wait until the device has run every program that was enqueued."""
+    xm.wait_device_ops()
+
+
+def read_shards(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Copy each local device's shard of every tensor to the host, waiting once.
+
+    Returns for each tensor one CPU tensor per local device, padding included, or a
+    single one if it is replicated. Waits for everything that was enqueued.
+    """
+    materialize(tensors)
+    wait_device()
+    return [_host_shards(tensor.detach()) for tensor in tensors]
+
+
+def _host_shards(tensor: Tensor) -> list[Tensor]:
+    """Read one tensor; `.cpu()` only where there is no sharding to read by.
+
+    Under SPMD `.cpu()` gathers, with a program that is compiled at every call.
+    """
+    if _XLAC._get_xla_sharding_type(tensor) is None:
+        return [tensor.cpu()]
+    shards = [shard for shard, _device in _XLAC._get_local_shards([tensor])[0]]
+    return shards[:1] if is_replicated(tensor) else shards
+
+
+def from_local_shards(
+    shards: Sequence[Tensor], sharding: OpSharding, shape: Sequence[int]
+) -> Tensor:
+    """Upload CPU shards, one per local device, as one XLA tensor.
+
+    Args:
+        shards: One tensor per local device, or a single one that all replicate.
+        sharding: The sharding of the result.
+        shape: The shape of the whole tensor.
+    """
+    count = num_local_devices()
+    if len(shards) == 1 and count > 1:
+        shards = [shards[0]] * count
+    return _XLAC._global_tensor_from_cpu_shards(list(shards), sharding, list(shape))
+
+
+def rebind(tensor: Tensor, value: Tensor) -> None:
+    """Make `tensor` hold the value of `value`, without a transfer."""
+    _XLAC._replace_xla_tensor(tensor, value)
+
+
+def data_handles(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the handle of the device buffers behind each tensor."""
+    return list(_XLAC._get_tensors_handle(list(tensors)))
+
+
+def graph_parameters(outputs: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
+    """Return ids and values of the device data that pending `outputs` read.
+
+    The values are tensors, in the order of the program's parameters.
+    """
+    ids, values = _XLAC._get_tensors_xla_device_data_node(list(outputs))
+    return list(ids), list(values)
+
+
+def compile_graph(outputs: Sequence[Tensor]) -> GraphHash:
+    """Compile the graph of pending `outputs` and return its hash."""
+    graph_hash = _XLAC._get_graph_hash(list(outputs))
+    _XLAC._xla_warm_up_cache(list(outputs), [])
+    return GraphHash(graph_hash)
+
+
+def run_graph(graph_hash: GraphHash, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Enqueue a compiled graph on `parameters`, which must be device data."""
+    return list(_XLAC._run_cached_graph(graph_hash, list(parameters)))
+
+
+def graph_hlo(outputs: Sequence[Tensor]) -> str:
+    """Return the HLO text of pending `outputs`, before optimisation."""
+    return str(_XLAC._get_xla_tensors_hlo(list(outputs)))
+
+
+def seed_id() -> int:
+    """Return the id under which a graph's parameters list the random seed."""
+    return int(_XLAC._get_seed_info_id())
+
+
+def seed_tensor(seed: int) -> Tensor:
+    """Return `seed` as a program parameter; the process's own seed stays as it is."""
+    with fixed_seed(seed):
+        return _XLAC._get_base_seed_as_tensor(str(torch_xla.device()))
+
+
+@contextlib.contextmanager
+def fixed_seed(seed: int) -> Iterator[None]:
+    """Let random operations that are traced inside start from `seed`.
+
+    Only a seed that was set right before is listed under `seed_id` in a graph.
+    """
+    previous = xm.get_rng_state()
+    xm.set_rng_state(seed)
+    try:
+        yield
+    finally:
+        xm.set_rng_state(previous)
+
+
+def device() -> torch.device:
+    """Return the XLA device, which under SPMD stands for all local ones."""
+    return torch.device(str(torch_xla.device()))
+
+
+def sharding_from_args(
+    tile_assignment: Any,
+    group_assignment: Any,
+    replication_groups: Any,
+    sharding_type: int,
+) -> OpSharding:
+    """Make a sharding of what `mesh.parse_sharding` reads from its text."""
+    return _XLAC.OpSharding(
+        tile_assignment, group_assignment, replication_groups, sharding_type
+    )
