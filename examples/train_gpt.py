@@ -1,22 +1,19 @@
 """Train a character-level GPT as a pipeline of SPMD worlds.
 
-One learns: the whole path from a model to training under torch's own schedules. The
-text is Python's own documentation, which every CPython ships.
+One learns the whole path from a model to training under any of torch's schedules.
+The text is Python's own documentation, which every CPython ships.
 
     CPU_NUM_DEVICES=2 torchrun --nproc-per-node 2 examples/train_gpt.py
     CPU_NUM_DEVICES=2 torchrun --nproc-per-node 2 examples/train_gpt.py \
         --schedule ZBVZeroBubble
 
-The last line is `final val loss X`; X is the mean cross-entropy per character of
-held-out text, in nats. Lines marked `# xpp` are all that differs from a script for
-GPUs.
+Lines marked `# xpp` are all that differs from a script for GPUs. The last line is
+`final val loss X`: the mean cross-entropy per character of held-out text, in nats.
 """
 
 import argparse
 import math
-import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from pydoc_data.topics import topics
 from typing import Any
@@ -37,8 +34,6 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
 class Block(nn.Module):
-    """A transformer block with causal attention."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
@@ -55,8 +50,6 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Characters in, logits of the next character out."""
-
     def __init__(self, vocab: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, WIDTH)
@@ -75,18 +68,6 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def load_text() -> tuple[Tensor, str]:
-    """Return the text as character indices, and the alphabet they index."""
-    text = "\n".join(topics[name] for name in sorted(topics))
-    alphabet = "".join(sorted(set(text)))
-    index = {character: i for i, character in enumerate(alphabet)}
-    return torch.tensor([index[character] for character in text]), alphabet
-
-
-def decode(indices: Tensor, alphabet: str) -> str:
-    return "".join(alphabet[i] for i in indices.tolist())
-
-
 def batch(text: Tensor, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     starts = torch.randint(len(text) - LENGTH - 1, (rows,), generator=generator)
     chunk = torch.stack([text[s : s + LENGTH + 1] for s in starts.tolist()])
@@ -94,89 +75,78 @@ def batch(text: Tensor, rows: int, generator: torch.Generator) -> tuple[Tensor, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("--schedule", default="1F1B")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--local-devices", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--sample", type=int, default=60, help="characters")
     args = parser.parse_args()
 
     dist.init_process_group("xla_pp")  # xpp
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = xpp.init_device_mesh(  # xpp
-        "xla", (ranks, args.local_devices), mesh_dim_names=("pp", "data")
-    )
-    device, group, local = xpp.device(), mesh.get_group("pp"), mesh["data"]  # xpp
+    rank, ranks, device = dist.get_rank(), dist.get_world_size(), xpp.device()  # xpp
+    mesh = xpp.init_device_mesh("xla", (ranks, 2), mesh_dim_names=("pp", "data"))  # xpp
 
     # The stages of this rank: one; or two, placed in a loop or in a V.
     num_stages, mine = ranks, [rank]
     if args.schedule in LOOPED + V_SHAPED:
         num_stages = 2 * ranks
-        is_loop = args.schedule in LOOPED
-        mine.append(rank + ranks if is_loop else num_stages - 1 - rank)
+        is_looped = args.schedule in LOOPED
+        mine.append(rank + ranks if is_looped else num_stages - 1 - rank)
+    cuts = [math.ceil(i * LAYERS / num_stages) for i in range(1, num_stages)]
 
-    text, alphabet = load_text()
-    train, held_out = text[: -len(text) // 10], text[-len(text) // 10 :]
+    text = "\n".join(topics[name] for name in sorted(topics))
+    alphabet = sorted(set(text))
+    data = torch.tensor([alphabet.index(character) for character in text])
+    train, held_out = data[: -len(data) // 10], data[-len(data) // 10 :]
     torch.manual_seed(0)
-    per_stage = LAYERS / num_stages
-    spec = {
-        f"layers.{math.ceil(i * per_stage)}": SplitPoint.BEGINNING
-        for i in range(1, num_stages)
-    }
-    example = torch.zeros(args.batch // args.microbatches, LENGTH, dtype=torch.long)
-    pipe = xpp.pipeline(GPT(len(alphabet)), mb_args=(example,), split_spec=spec)  # xpp
+    pipe = xpp.pipeline(  # xpp
+        GPT(len(alphabet)),
+        mb_args=(torch.zeros(args.batch // args.microbatches, LENGTH).long(),),
+        split_spec={f"layers.{i}": SplitPoint.BEGINNING for i in cuts},
+    )
+    group, local = mesh.get_group("pp"), mesh["data"]
     stages = [pipe.build_stage(i, device, group, mesh=local) for i in mine]  # xpp
     parameters = [p for stage in stages for p in stage.submod.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=args.lr)
-
-    schedule_class = get_schedule_class(args.schedule)
-    is_single = len(stages) == 1
-    schedule = schedule_class(
-        stages[0] if is_single else stages, args.microbatches, loss_fn=loss_fn
+    optimizer = torch.optim.AdamW(parameters, lr=3e-3)
+    schedule = get_schedule_class(args.schedule)(
+        stages[0] if len(stages) == 1 else stages, args.microbatches, loss_fn=loss_fn
     )
     is_first, is_last = 0 in mine, num_stages - 1 in mine
 
     def call(run: Callable[..., Any], x: Tensor, y: Tensor) -> tuple[Any, float]:
-        """Run the schedule on one batch; return the last stage's output and loss."""
-        inputs = (x.to(device),) if is_first else ()
+        """Run `step` or `eval` on one batch; return the output and the loss."""
         losses: list[Tensor] = []
         targets = {"target": y.to(device), "losses": losses} if is_last else {}
-        output = run(*inputs, **targets)
+        output = run(*((x.to(device),) if is_first else ()), **targets)
         return output, sum(loss.item() for loss in losses) / args.microbatches
 
-    counts = torch.tensor(list(Counter(text.tolist()).values())) / len(text)
-    entropy = -(counts * counts.log()).sum().item()
     generator = torch.Generator().manual_seed(1)
-    bar = tqdm(range(args.steps), disable=not is_last, file=sys.stdout, mininterval=1)
+    bar = tqdm(range(args.steps), disable=not is_last, mininterval=1)
     for _ in bar:
         begin = time.perf_counter()
         _, loss = call(schedule.step, *batch(train, args.batch, generator))
         optimizer.step()
         optimizer.zero_grad()
-        tokens = args.batch * LENGTH / (time.perf_counter() - begin)
-        bar.set_postfix_str(f"loss {loss:.3f}, {tokens:,.0f} tokens/s")
+        speed = args.batch * LENGTH / (time.perf_counter() - begin)
+        bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
 
     held = [batch(held_out, args.batch, generator) for _ in range(4)]
     val_loss = sum(call(schedule.eval, x, y)[1] for x, y in held) / len(held)
 
     # Continue held-out text: the rank of the last stage picks each next character.
-    window = held[0][0].clone()
-    last_rank = 0 if args.schedule in V_SHAPED else ranks - 1
-    for _ in range(args.sample):
+    window = held[0][0]
+    for _ in range(LENGTH):
         output, _ = call(schedule.eval, window, window)
-        following = torch.zeros(args.batch, dtype=torch.long)
+        following = torch.zeros(args.batch, 1, dtype=torch.long)
         if is_last:
             odds = torch.softmax(output[:, -1].cpu() / 0.7, dim=-1)
-            following = torch.multinomial(odds, 1, generator=generator)[:, 0]
-        dist.broadcast(following, src=last_rank)
-        window = torch.cat([window[:, 1:], following[:, None]], dim=1)
+            following = torch.multinomial(odds, 1, generator=generator)
+        dist.broadcast(following, 0 if args.schedule in V_SHAPED else ranks - 1)
+        window = torch.cat([window[:, 1:], following], dim=1)
     if is_last:
-        prompt, sample = held[0][0][0], window[0, LENGTH - args.sample :]
-        print("sample:", *(decode(t, alphabet) for t in (prompt, sample)), sep="\n")
-        print(f"unigram entropy {entropy:.3f}")
+        print("sample:", repr("".join(alphabet[i] for i in window[0].tolist())))
+        frequencies = torch.bincount(data) / len(data)
+        print(f"unigram entropy {-(frequencies * frequencies.log()).sum():.3f}")
         print(f"final val loss {val_loss:.3f}", flush=True)
     dist.destroy_process_group()
 

@@ -4,7 +4,7 @@
 compiled when a schedule of torch.distributed.pipelining runs its first step.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,22 +13,33 @@ from torch import fx, nn
 from torch.distributed.pipelining import SplitPoint
 
 from torch_xla_pp.errors import PlanError
-from torch_xla_pp.graph import StageGraph, check_split_spec, shared_parameters
+from torch_xla_pp.graph import (
+    StageGraph,
+    check_split_spec,
+    parameter_names,
+    shared_parameters,
+    tie_parameters,
+)
 from torch_xla_pp.mesh import Partition
 from torch_xla_pp.runtime import Pipe as _TracedPipe
 from torch_xla_pp.runtime import XlaPipelineStage, move_factories_to, trace_and_split
 
 
-class Pipe(_TracedPipe):  # type: ignore[misc]
+class Pipe(_TracedPipe):
     """Hold a model that was traced and split into stages.
 
-    As `torch.distributed.pipelining.Pipe`, but its stages run on XLA devices.
+    As `torch.distributed.pipelining.Pipe`, but its stages run on XLA devices. Made
+    by `pipeline`.
+
+    Args:
+        traced: The traced and split model.
+        names: All names of each parameter of the model.
 
     Attributes:
         stage_graph: The stages and the values that flow between them.
     """
 
-    def __init__(self, traced: _TracedPipe) -> None:
+    def __init__(self, traced: _TracedPipe, names: Sequence[tuple[str, ...]]) -> None:
         super().__init__(
             traced.split_gm,
             traced.num_stages,
@@ -37,15 +48,17 @@ class Pipe(_TracedPipe):  # type: ignore[misc]
         )
         self.stage_graph = StageGraph.from_split(self.split_gm)
         stages = [self.get_stage_module(i) for i in range(self.num_stages)]
-        shared = shared_parameters(stages)
+        shared = shared_parameters(names, stages)
         if shared:
             raise PlanError(
                 "pipeline: expected every parameter to be used by one stage, got "
                 f"shared ones: {'; '.join(shared)}. Move the split points so that "
                 "all uses are in one stage, or untie the parameters."
             )
+        for stage in stages:
+            tie_parameters(names, stage)
 
-    def build_stage(
+    def build_stage(  # type: ignore[override]  # another class of stage
         self,
         stage_index: int,
         device: torch.device,
@@ -119,8 +132,9 @@ def pipeline(
         ...                 split_spec={"layers.4": SplitPoint.BEGINNING})
     """
     check_split_spec(module, split_spec or {})
+    names = parameter_names(module)
     traced = trace_and_split(module, mb_args, mb_kwargs, split_spec, split_policy)
-    return Pipe(traced)
+    return Pipe(traced, names)
 
 
 def _traced_inputs(module: nn.Module) -> list[torch.Tensor] | None:

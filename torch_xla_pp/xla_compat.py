@@ -143,7 +143,10 @@ def from_local_shards(
     count = num_local_devices()
     if len(shards) == 1 and count > 1:
         shards = [shards[0]] * count
-    return _XLAC._global_tensor_from_cpu_shards(list(shards), sharding, list(shape))
+    result: Tensor = _XLAC._global_tensor_from_cpu_shards(
+        list(shards), sharding, list(shape)
+    )
+    return result
 
 
 def rebind(tensor: Tensor, value: Tensor) -> None:
@@ -190,7 +193,8 @@ def seed_id() -> int:
 def seed_tensor(seed: int) -> Tensor:
     """Return `seed` as a program parameter; the process's own seed stays as it is."""
     with fixed_seed(seed):
-        return _XLAC._get_base_seed_as_tensor(str(torch_xla.device()))
+        result: Tensor = _XLAC._get_base_seed_as_tensor(str(torch_xla.device()))
+        return result
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch_xla
 import torch_xla.debug.metrics as metrics
 from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
@@ -235,6 +236,8 @@ def train(job: Job) -> Report:
         expected_optimizer.step()
         optimizer.zero_grad()
         expected_optimizer.zero_grad()
+        # The optimizer's own program is not the schedule's.
+        torch_xla.sync()
         named = dict(reference.named_parameters())
         for stage in stages:
             for name, parameter in stage.submod.named_parameters():

@@ -161,7 +161,7 @@ def export_joint(
 def _export(module: nn.Module, args: list[Tensor]) -> Any:
     with (
         contextlib.ExitStack() as stack,
-        torch.enable_grad(),
+        torch.set_grad_enabled(True),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")

@@ -1,6 +1,6 @@
 """Checks on a model and its split points, before and after the split."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -21,10 +21,43 @@ def check_split_spec(module: nn.Module, split_spec: Mapping[str, Any]) -> None:
         )
 
 
-def shared_parameters(stages: Iterable[nn.Module]) -> list[str]:
-    """List the parameters that more than one stage uses, with their stages."""
-    users: dict[int, list[str]] = {}
-    for index, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters():
-            users.setdefault(id(parameter), []).append(f"{name} (stage {index})")
-    return [" = ".join(names) for names in users.values() if len(names) > 1]
+def parameter_names(module: nn.Module) -> list[tuple[str, ...]]:
+    """Return for each parameter of `module` all names that it has."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [tuple(group) for group in names.values()]
+
+
+def shared_parameters(
+    groups: Iterable[tuple[str, ...]], stages: Sequence[nn.Module]
+) -> list[str]:
+    """List the parameters that more than one stage uses, with their stages.
+
+    Args:
+        groups: The names of each parameter of the whole model.
+        stages: The stages that it was split into.
+    """
+    held = [
+        {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+        for stage in stages
+    ]
+    shared = []
+    for group in groups:
+        users = [index for index, names in enumerate(held) if names & set(group)]
+        if len(users) > 1:
+            shared.append(f"{' = '.join(group)} (stages {users})")
+    return shared
+
+
+def tie_parameters(groups: Iterable[tuple[str, ...]], stage: nn.Module) -> None:
+    """Make one parameter again of those that tracing has copied.
+
+    torch.export gives every name of a shared parameter a copy of its own.
+    """
+    held = dict(stage.named_parameters(remove_duplicate=False))
+    for group in groups:
+        names = [name for name in group if name in held]
+        for name in names[1:]:
+            parent, _, key = name.rpartition(".")
+            setattr(stage.get_submodule(parent), key, held[names[0]])

@@ -4,7 +4,7 @@ Ranks come from torch.distributed. torch_xla sees every process as a world of it
 so its rank and world size say nothing about the job.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -153,4 +153,4 @@ def init_device_mesh(
     processes = _init_torch_mesh(
         "cpu", layout.shape[:1], mesh_dim_names=layout.names[:1]
     )
-    return PipelineMesh(layout, cast(DeviceMesh, processes))
+    return PipelineMesh(layout, processes)

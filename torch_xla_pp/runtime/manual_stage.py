@@ -24,7 +24,8 @@ class PipelineStage(XlaPipelineStage):
         num_stages: Number of stages of the pipeline.
         device: `xpp.device()`.
         input_args: Example of the positional inputs; if given, what arrives must have
-            these shapes and dtypes.
+            these shapes and dtypes. Without it the module takes what it can run on;
+            XLA promotes dtypes where eager would refuse to mix them.
         output_args: Example of the outputs, likewise.
         group: Group of the pipeline's ranks, of backend "xla_pp"; None for the
             default group.

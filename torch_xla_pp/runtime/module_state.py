@@ -134,7 +134,7 @@ class ModuleState:
                     if id(value) not in moved:
                         name = f"{prefix}.{key}" if prefix else key
                         moved[id(value)] = self._moved(name, value)
-                    slots[key] = moved[id(value)]  # type: ignore[assignment]
+                    slots[key] = moved[id(value)]
         for name, value in _named_tensors(self._module):
             if not xla_compat.sharding_texts([value])[0] and name in self._partitions:
                 sharding = self._placement.sharding(self._partitions[name])

@@ -45,7 +45,7 @@ from torch_xla_pp.transport import Message, of_group
 T = TypeVar("T")
 
 
-class XlaPipelineStage(StageBase):  # type: ignore[misc]
+class XlaPipelineStage(StageBase):
     """Run one stage of a pipeline as compiled XLA programs.
 
     Made by `Pipe.build_stage` or as `PipelineStage`. All ranks of `group` must make

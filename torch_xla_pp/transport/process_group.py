@@ -3,87 +3,63 @@
 CPU tensors and object collectives go to an inner gloo group, as in any CPU job. XLA
 tensors go shard by shard: each device's shard to the paired device of the peer's
 world, through the host, so that nothing is gathered. Sends never wait for the
-receiver.
+receiver; receives and collectives end early when a peer fails.
+
+Collectives on XLA tensors are meant for values such as losses and gradient norms:
+every rank sends its shards to every other one, and combines what it gets in the order
+of ranks, so that all ranks have the same bits.
 
 torch_xla's own backend "xla" is not usable here: it assumes one world of all
 processes and refuses SPMD.
 """
 
-import pickle
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import (
+from torch.distributed import ReduceOp
+
+from torch_xla_pp import env, xla_compat
+from torch_xla_pp.transport.c10d import (
     AllgatherOptions,
     AllreduceOptions,
     BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
 )
-
-from torch_xla_pp import env, xla_compat
-from torch_xla_pp.errors import TransportError
-from torch_xla_pp.transport.inbox import Key, Parcel
+from torch_xla_pp.transport.inbox import Parcel
 from torch_xla_pp.transport.rendezvous import Rendezvous
 from torch_xla_pp.transport.shards import (
     Description,
+    check_alike,
     fill,
     from_bytes,
     pack,
+    reduce_parts,
     to_bytes,
     unpack,
 )
 from torch_xla_pp.transport.stage_transport import Message, Transport
 from torch_xla_pp.transport.wire import Wire
+from torch_xla_pp.transport.work import DoneWork, ReceiveWork
 
 BACKEND = "xla_pp"
-_DESCRIPTION_BYTES = 1024
-
-
-class _Done(dist.Work):
-    """An operation that ended before it returned."""
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
-class _Receiving(dist.Work):
-    """A receive; the tensors are filled when it is waited for."""
-
-    def __init__(
-        self, wire: Wire, peer: int, key: Key, tensors: Sequence[Tensor]
-    ) -> None:
-        super().__init__()
-        self._wire = wire
-        self._what = f"recv from rank {peer}"
-        self._left = [(wire.expect(peer, key), tensor) for tensor in tensors]
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        seconds = timeout.total_seconds() or None
-        while self._left:
-            ticket, tensor = self._left[0]
-            parcel = self._wire.receive(ticket, seconds)
-            self._left.pop(0)
-            if tensor.device.type == "xla":
-                fill(tensor, parcel, self._what)
-            else:
-                tensor.copy_(_host_tensor(parcel))
-        return True
-
-    def is_completed(self) -> bool:
-        return all(self._wire.has_arrived(ticket) for ticket, _ in self._left)
+_COLLECTIVE = ("collective",)
+_REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
 
 
 class XlaPpProcessGroup(dist.ProcessGroup):
     """Group of ranks, each of which is one SPMD world.
 
-    Made by `torch.distributed.init_process_group("xla_pp")` and `new_group`.
+    Made by `torch.distributed.init_process_group("xla_pp")` and `new_group`. A tensor
+    that is received into is filled when the work is waited for. Messages match by tag
+    and, among equals, by order; CPU and XLA tensors never match each other.
 
     Attributes:
         rendezvous: Agreement and errors of the group's ranks.
@@ -91,18 +67,14 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         mailbox: Values that stages of this rank hand over to each other.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta
-    ) -> None:
-        super().__init__(rank, size)
-        gloo = dist.ProcessGroupGloo(
-            dist.PrefixStore("gloo/", store), rank, size, timeout
-        )
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        # Not with the store: torch refuses that for Python subclasses.
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout)
         kind = dist.ProcessGroup.BackendType.GLOO
         for device in ("cpu", "xla"):
             self._register_backend(torch.device(device), kind, gloo)
         self._set_default_backend(kind)
-        self._gloo = gloo
         self.rendezvous = Rendezvous(store, rank, size, env.timeout_s())
         self._wire = Wire(store, self.rendezvous)
         self._close = weakref.finalize(self, self._wire.close)
@@ -118,118 +90,173 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         self._close()
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
-        """Send XLA tensors shard by shard; returns when they are copied out."""
-        if dst != self.rank() and not _any_xla(tensors):
+        """Send tensors to group rank `dst`; returns when they are copied out."""
+        if _any_xla(tensors):
+            for tensor in tensors:
+                self._wire.send(dst, ("p2p", _checked(tag)), *pack(tensor, "send"))
+            return DoneWork()
+        if dst != self.rank():
             return super().send(tensors, dst, tag)
         for tensor in tensors:
-            if tensor.device.type == "xla":
-                header, parts = pack(tensor)
-                self._wire.send(dst, ("p2p", tag), header, parts)
-            else:
-                description = (tuple(tensor.shape), tensor.dtype)
-                self._wire.send(
-                    dst, ("p2p", tag), description, [to_bytes(tensor.clone())]
-                )
-        return _Done()
+            data = to_bytes(tensor.detach().clone())
+            self._wire.send(dst, ("p2p cpu", _checked(tag)), None, [data])
+        return DoneWork()
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> dist.Work:
-        """Receive into tensors, which are filled by the work's `wait`."""
-        if src != self.rank() and not _any_xla(tensors):
+        """Receive from group rank `src` into tensors, which the work's wait fills."""
+        if _any_xla(tensors):
+            tickets = [self._wire.expect(src, ("p2p", _checked(tag))) for _ in tensors]
+            finish = functools.partial(_fill_all, tensors, f"recv from rank {src}")
+            return ReceiveWork(self._wire, tickets, finish)
+        if src != self.rank():
             return super().recv(tensors, src, tag)
-        return _Receiving(self._wire, src, ("p2p", tag), tensors)
+        tickets = [self._wire.expect(src, ("p2p cpu", _checked(tag))) for _ in tensors]
+        return ReceiveWork(self._wire, tickets, functools.partial(_copy_all, tensors))
 
-    def allreduce(
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
+        """Receive CPU tensors from whichever rank sends first."""
+        if _any_xla(tensors):
+            raise ValueError(
+                "recv: expected a source rank for an XLA tensor, got none. Pass src."
+            )
+        return super().recv_anysource(tensors, tag)
+
+    # torch declares overloads of the next three that torch.distributed never calls.
+    def allreduce(  # type: ignore[override]
         self, tensors: list[Tensor], opts: AllreduceOptions | None = None
     ) -> dist.Work:
         """Combine tensors of all ranks, shard by shard, in place."""
         opts = opts or AllreduceOptions()
         if not _any_xla(tensors):
             return super().allreduce(tensors, opts)
-        for tensor in tensors:
-            description, shards = self._shards(tensor, "all_reduce")
-            for shard in shards:
-                self._gloo.allreduce([shard], opts).wait()
-            _refill(tensor, description, shards)
-        return _Done()
+        (tensor,) = tensors
+        name = _reduction_name(opts.reduceOp, tensor.dtype)
 
-    def broadcast(
+        def finish(parcels: list[Parcel]) -> None:
+            description: Description = parcels[0].header
+            parts = [
+                reduce_parts(shards, description.dtype, name)
+                for shards in zip(*(parcel.parts for parcel in parcels), strict=True)
+            ]
+            fill(tensor, Parcel(description, parts), "all_reduce")
+
+        return self._share(tensor, f"all_reduce {name}", finish)
+
+    def broadcast(  # type: ignore[override]
         self, tensors: list[Tensor], opts: BroadcastOptions | None = None
     ) -> dist.Work:
         """Give all ranks the root's tensors, shard by shard, in place."""
         opts = opts or BroadcastOptions()
         if not _any_xla(tensors):
             return super().broadcast(tensors, opts)
-        for tensor in tensors:
-            description, shards = self._shards(tensor, "broadcast")
-            for shard in shards:
-                # As bytes, since gloo has no bool.
-                self._gloo.broadcast([to_bytes(shard)], opts).wait()
-            _refill(tensor, description, shards)
-        return _Done()
+        (tensor,) = tensors
+        what = "broadcast"
+        if self.rank() == opts.rootRank:
+            header, parts = pack(tensor, what)
+            for peer in self._peers():
+                self._wire.send(peer, _COLLECTIVE, header, parts)
+            return DoneWork()
 
-    def allgather(
+        def finish(parcels: list[Parcel]) -> None:
+            header: Description = parcels[0].header
+            own = header._replace(operation=what)
+            check_alike({opts.rootRank: header}, self.rank(), own)
+            fill(tensor, parcels[0], what)
+
+        ticket = self._wire.expect(opts.rootRank, _COLLECTIVE)
+        return ReceiveWork(self._wire, [ticket], finish)
+
+    def allgather(  # type: ignore[override]
         self,
         output_tensors: list[list[Tensor]],
         input_tensors: list[Tensor],
         opts: AllgatherOptions | None = None,
     ) -> dist.Work:
         """Collect the tensors of all ranks, shard by shard."""
-        opts = opts or AllgatherOptions()
         if not _any_xla(input_tensors):
-            return super().allgather(output_tensors, input_tensors, opts)
-        for outputs, tensor in zip(output_tensors, input_tensors, strict=True):
-            description, shards = self._shards(tensor, "all_gather")
-            gathered: list[list[Tensor]] = [[] for _ in outputs]
-            for shard in shards:
-                data = to_bytes(shard)
-                parts = [torch.empty_like(data) for _ in outputs]
-                self._gloo.allgather([parts], [data]).wait()
-                for into, part in zip(gathered, parts, strict=True):
-                    into.append(part)
-            for output, parts in zip(outputs, gathered, strict=True):
-                fill(output, Parcel(description, parts), "all_gather")
-        return _Done()
+            options = opts or AllgatherOptions()
+            return super().allgather(output_tensors, input_tensors, options)
+        (outputs,), (tensor,) = output_tensors, input_tensors
+        finish = functools.partial(_fill_all, outputs, "all_gather")
+        return self._share(tensor, "all_gather", finish)
 
-    def _shards(self, tensor: Tensor, what: str) -> tuple[Description, list[Tensor]]:
-        """Return a tensor's shards, having compared its description on all ranks."""
-        description = Description.of(tensor)
-        found = self._descriptions(description)
-        if len(set(found)) > 1:
-            raise TransportError(
-                f"{what}: expected the same shape, dtype and sharding on every rank, "
-                f"got {', '.join(map(str, found))}. Mark the tensors alike."
-            )
-        return description, xla_compat.read_shards([tensor])[0]
+    def _allgather_base(
+        self, output: Tensor, tensor: Tensor, opts: AllgatherOptions | None = None
+    ) -> dist.Work:
+        """Collect the tensors of all ranks into one, along the first dimension."""
+        if not _any_xla([tensor]):
+            options = opts or AllgatherOptions()
+            return super()._allgather_base(output, tensor, options)
 
-    def _descriptions(self, own: Description) -> list[Description]:
-        data = torch.zeros(_DESCRIPTION_BYTES, dtype=torch.uint8)
-        pickled = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
-        data[: len(pickled)] = pickled
-        gathered = [torch.empty_like(data) for _ in range(self.size())]
-        self._gloo.allgather([gathered], [data]).wait()
-        return [pickle.loads(part.numpy().tobytes()) for part in gathered]
+        def finish(parcels: list[Parcel]) -> None:
+            values = [unpack(parcel.header, parcel.parts) for parcel in parcels]
+            with torch.no_grad():
+                output.copy_(torch.stack(values).reshape(output.shape))
+
+        return self._share(tensor, "all_gather_into_tensor", finish)
+
+    def _share(
+        self, tensor: Tensor, what: str, finish: Callable[[list[Parcel]], None]
+    ) -> dist.Work:
+        """Send a tensor to all ranks; `finish` gets every rank's parcel, by rank.
+
+        All ranks must call with tensors of one shape, dtype and sharding.
+        """
+        own = Parcel(*pack(tensor, what))
+        peers = self._peers()
+        for peer in peers:
+            self._wire.send(peer, _COLLECTIVE, own.header, own.parts)
+
+        def finish_all(parcels: list[Parcel]) -> None:
+            by_rank = dict(zip(peers, parcels, strict=True))
+            headers = {rank: parcel.header for rank, parcel in by_rank.items()}
+            check_alike(headers, self.rank(), own.header)
+            by_rank[self.rank()] = own
+            finish([by_rank[rank] for rank in range(self.size())])
+
+        tickets = [self._wire.expect(peer, _COLLECTIVE) for peer in peers]
+        return ReceiveWork(self._wire, tickets, finish_all)
+
+    def _peers(self) -> list[int]:
+        return [rank for rank in range(self.size()) if rank != self.rank()]
 
 
-def _refill(tensor: Tensor, description: Description, shards: list[Tensor]) -> None:
-    value = unpack(description, [to_bytes(shard) for shard in shards])
-    xla_compat.rebind(tensor, value)
+def _fill_all(tensors: list[Tensor], what: str, parcels: list[Parcel]) -> None:
+    for tensor, parcel in zip(tensors, parcels, strict=True):
+        fill(tensor, parcel, what)
 
 
-def _host_tensor(parcel: Parcel) -> Tensor:
-    shape, dtype = parcel.header
-    return from_bytes(parcel.parts[0], shape, dtype)
+def _copy_all(tensors: list[Tensor], parcels: list[Parcel]) -> None:
+    for tensor, parcel in zip(tensors, parcels, strict=True):
+        tensor.detach().copy_(from_bytes(parcel.parts[0], tensor.shape, tensor.dtype))
 
 
 def _any_xla(tensors: Sequence[Tensor]) -> bool:
     return any(tensor.device.type == "xla" for tensor in tensors)
 
 
+def _checked(tag: int) -> int:
+    if tag < 0:
+        raise ValueError(f"tag: expected a number from 0 on, got {tag}.")
+    return tag
+
+
+def _reduction_name(op: Any, dtype: torch.dtype) -> str:
+    name = next((n for n in _REDUCTIONS if op == getattr(ReduceOp, n)), None)
+    if name is None or (name == "AVG" and not dtype.is_floating_point):
+        raise ValueError(
+            f"all_reduce: expected one of {', '.join(_REDUCTIONS)} (AVG: of floats) "
+            f"for an XLA tensor, got {op} of {dtype}. Reduce a CPU copy."
+        )
+    return name
+
+
 def of_group(group: dist.ProcessGroup | None) -> XlaPpProcessGroup:
     """Return `group`, or the default group, as one of this backend.
 
     Raises:
-        ValueError: torch.distributed is not initialised, or the group has another
-            backend.
+        ValueError: torch.distributed is not initialised, this rank is not in the
+            group, or the group has another backend.
     """
     how = 'Call dist.init_process_group("xla_pp") first.'
     if not dist.is_initialized():
@@ -238,12 +265,17 @@ def of_group(group: dist.ProcessGroup | None) -> XlaPpProcessGroup:
             f"process group. {how}"
         )
     found = group if group is not None else dist.group.WORLD
-    if not isinstance(found, XlaPpProcessGroup):
+    if isinstance(found, XlaPpProcessGroup):
+        return found
+    if not isinstance(found, dist.ProcessGroup):
         raise ValueError(
-            f"torch_xla_pp: expected a process group of backend 'xla_pp', got "
-            f"{dist.get_backend(group)!r}. {how}"
+            f"torch_xla_pp: expected a group with this rank in it, got one without "
+            f"rank {dist.get_rank()}. Use it only on its members."
         )
-    return found
+    raise ValueError(
+        f"torch_xla_pp: expected a process group of backend 'xla_pp', got "
+        f"{dist.get_backend(group)!r}. {how}"
+    )
 
 
 def register_backend() -> None:
@@ -265,9 +297,11 @@ def _explain_backend_xla() -> None:
     def create(*args: Any) -> dist.ProcessGroup:
         if xla_compat.is_spmd():
             raise ValueError(
-                "init_process_group: expected a backend that works under SPMD, got "
-                "'xla'. Use dist.init_process_group(\"xla_pp\")."
+                'init_process_group: backend "xla" does not work under SPMD: it takes '
+                "all processes for one world. Use "
+                'dist.init_process_group("xla_pp").'
             )
-        return plugin.creator_fn(*args)
+        made: dist.ProcessGroup = plugin.creator_fn(*args)
+        return made
 
     dist.Backend._plugins["XLA"] = plugin._replace(creator_fn=create)

@@ -19,16 +19,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
-
 from torch_xla_pp import errors
 from torch_xla_pp.errors import PipelineError, TransportError, TransportTimeout
+from torch_xla_pp.transport.c10d import PrefixStore, Store
 
 POLL_S = 0.2
 _FIRST_NAP_S = 0.001
 _SHARED_BUILTINS = ("ValueError", "TypeError", "RuntimeError")
 
 _logger = logging.getLogger(__name__)
+
+
+class StoreLost(TransportError):
+    """Report that the process with the job's store has ended."""
 
 
 class Rendezvous:
@@ -42,13 +45,11 @@ class Rendezvous:
             other limit.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout_s: float
-    ) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
-        self._store = dist.PrefixStore("rendezvous/", store)
+        self._store = PrefixStore("rendezvous/", store)
         self._generation = 0
         self._rounds: Counter[str] = Counter()
         self._relayed: BaseException | None = None
@@ -129,13 +130,7 @@ class Rendezvous:
 
     def calm(self) -> bool:
         """Return whether no failure waits to be raised; one call of the store."""
-        try:
-            return bool(self._store.check([self._report_key()])) is False
-        except RuntimeError as lost:
-            raise TransportError(
-                f"rank {self.rank}: the store of the job is gone: {lost}. It lives in "
-                f"torchrun or in rank 0: look there for the first error."
-            ) from lost
+        return not self._has(self._report_key())
 
     def check(self) -> None:
         """Raise if any rank has reported a failure, once for each failure.
@@ -176,7 +171,13 @@ class Rendezvous:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         start_s = time.monotonic()
         while not is_ready(min(POLL_S, max(0.0, start_s + limit_s - time.monotonic()))):
-            self.check()
+            try:
+                self.check()
+            except StoreLost:
+                # The store's rank may be the one waited for, which says more.
+                if is_ready(POLL_S):
+                    return
+                raise
             if time.monotonic() - start_s >= limit_s:
                 raise TransportTimeout(
                     f"rank {self.rank} waited {limit_s:g} s for {missing()}. See "
@@ -187,6 +188,15 @@ class Rendezvous:
     def _set(self, key: str, value: Any) -> None:
         self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]
 
+    def _has(self, key: str) -> bool:
+        try:
+            return self._store.check([key])
+        except RuntimeError as lost:
+            raise StoreLost(
+                f"rank {self.rank}: the store of the job is gone: {lost}. It lives in "
+                f"torchrun or in rank 0: look there for the first error."
+            ) from lost
+
     def _await(
         self, key: str, name: str, from_rank: int, timeout_s: float | None
     ) -> Any:
@@ -196,7 +206,7 @@ class Rendezvous:
         def is_there(limit_s: float) -> bool:
             nonlocal nap_s
             end_s = time.monotonic() + limit_s
-            while not self._store.check([key]):
+            while not self._has(key):
                 if time.monotonic() >= end_s:
                     return False
                 time.sleep(nap_s)

@@ -64,7 +64,16 @@ class Transport:
         """Copy `tensors` out and send them to group rank `peer`.
 
         Waits until the device has computed them, never for the peer.
+
+        Raises:
+            ValueError: `peer` is this rank, whose stages hand values over directly.
+            TransportError: The peer is gone.
         """
+        if peer == self._wire.rank:
+            raise ValueError(
+                f"message {message}: expected the group rank of another process, got "
+                f"{peer}, this one. Hand the values over without the transport."
+            )
         shards = [s for value in xla_compat.read_shards(tensors) for s in value]
         parts = [to_bytes(shard) for shard in shards]
         self._wire.send(peer, ("stage", *message), None, parts)

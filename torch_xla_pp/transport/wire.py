@@ -16,6 +16,7 @@ Closing is a handshake: a rank says farewell, the peer's reader answers in the s
 way and ends. gloo keeps order, so whatever was sent before the farewell has arrived.
 """
 
+import contextlib
 import logging
 import pickle
 import struct
@@ -31,8 +32,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_xla_pp.errors import TransportError
+from torch_xla_pp.transport.c10d import PrefixStore, ProcessGroupGloo, Store
 from torch_xla_pp.transport.inbox import Inbox, Key, Parcel, Ticket
-from torch_xla_pp.transport.rendezvous import Rendezvous
+from torch_xla_pp.transport.rendezvous import Rendezvous, StoreLost
 
 _HEAD_BYTES = 512
 _SIZE = struct.Struct("<q")
@@ -54,11 +56,12 @@ class Wire:
         rendezvous: The group's error channel, polled while a receive waits.
     """
 
-    def __init__(self, store: dist.Store, rendezvous: Rendezvous) -> None:
+    def __init__(self, store: Store, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
         self._rank = rendezvous.rank
-        self._gloo = dist.ProcessGroupGloo(
-            dist.PrefixStore("wire/", store), self._rank, rendezvous.size, _FOREVER
+        # Any: the type stubs lack a backend's send and recv.
+        self._gloo: Any = ProcessGroupGloo(
+            PrefixStore("wire/", store), self._rank, rendezvous.size, _FOREVER
         )
         self._inbox = Inbox()
         self._lock = threading.Lock()
@@ -101,7 +104,6 @@ class Wire:
             self._post(peer, [*head, *(part for part in parts if part.numel())])
         except RuntimeError as error:
             self._inbox.close(peer, _lost(error))
-            self._rendezvous.check()
             raise self._gone(peer, f"send {_name(key)}") from error
 
     def expect(self, peer: int, key: Key) -> Ticket:
@@ -127,7 +129,6 @@ class Wire:
         )
         parcel = self._inbox.take(ticket)
         if parcel is None:
-            self._rendezvous.check()
             raise self._gone(ticket.source, f"recv {_name(ticket.key)}")
         return parcel
 
@@ -156,6 +157,9 @@ class Wire:
                 )
 
     def _gone(self, peer: int, what: str) -> TransportError:
+        """Return the error for a lost peer; raises the peer's own if it told one."""
+        with contextlib.suppress(StoreLost):
+            self._rendezvous.check()
         return TransportError(
             f"{what}: rank {peer} is gone: {self._inbox.closed(peer)} (seen on rank "
             f"{self._rank}). Look for the first error of rank {peer}."
@@ -164,7 +168,7 @@ class Wire:
     def _post(self, peer: int, buffers: list[Tensor]) -> None:
         with self._lock:
             if peer in self._parted:
-                raise RuntimeError("it has left the group")
+                raise RuntimeError("the group was left")
             self._post_locked(peer, buffers)
 
     def _post_locked(self, peer: int, buffers: list[Tensor]) -> None:
@@ -200,7 +204,7 @@ class Wire:
                 del parts
             self._part(peer)
             self._inbox.close(peer, "it has left the group or its program has ended")
-        except RuntimeError as error:
+        except Exception as error:  # whatever it is, receives must not wait for more
             self._inbox.close(peer, _lost(error))
 
     def _read_meta(self, peer: int) -> Any:
@@ -210,7 +214,7 @@ class Wire:
             return None
         if _SIZE.size + size <= _HEAD_BYTES:
             return pickle.loads(data[_SIZE.size : _SIZE.size + size])
-        return pickle.loads(self._read(peer, [size])[0].numpy())
+        return pickle.loads(bytes(self._read(peer, [size])[0].numpy()))
 
     def _read(self, peer: int, sizes: Sequence[int]) -> list[Tensor]:
         parts = [torch.empty(size, dtype=torch.uint8) for size in sizes]

@@ -1,0 +1,114 @@
+"""The mesh of a job: over ranks and over each rank's devices."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import torch_xla_pp as xpp
+from torch_xla_pp.testing import Worlds
+
+pytestmark = pytest.mark.worlds
+
+
+def look_around() -> dict[str, Any]:
+    dist.init_process_group("xla_pp")
+    mesh = xpp.init_device_mesh(
+        "xla", (2, 2, 1), mesh_dim_names=("pp", "data", "model")
+    )
+    group = mesh.get_group("pp")
+    local, turned = mesh["data", "model"], mesh["model", "data"]
+    faults = []
+    for wrong in (lambda: mesh["data"], lambda: mesh.get_group("data")):
+        try:
+            wrong()
+        except ValueError as error:
+            faults.append(str(error))
+    return {
+        "shape": mesh.shape,
+        "ndim": mesh.ndim,
+        "sizes": (mesh.size(), mesh.size(1)),
+        "names": mesh.mesh_dim_names,
+        "text": repr(mesh),
+        "rank": mesh.get_local_rank("pp"),
+        "group": (group.size(), dist.get_rank(group)),
+        "pp": mesh["pp"].get_group() is group,
+        "local": (local.mesh_shape, local.axis_names),
+        "turned": (turned.mesh_shape, turned.axis_names),
+        "is_kept": mesh["data", "model"] is local,
+        "device": str(xpp.device()),
+        "faults": faults,
+    }
+
+
+def test_axes_are_over_ranks_and_over_devices(worlds: Worlds) -> None:
+    found = worlds.run(look_around, ranks=2, devices=2)
+    for rank, seen in enumerate(found):
+        assert seen["shape"] == (2, 2, 1)
+        assert (seen["ndim"], seen["sizes"]) == (3, (4, 2))
+        assert seen["names"] == ("pp", "data", "model")
+        assert seen["text"] == "PipelineMesh(pp=2 x data=2 x model=1)"
+        assert seen["rank"] == rank
+        assert seen["group"] == (2, rank)
+        assert seen["pp"]
+        assert seen["local"] == ((2, 1), ("data", "model"))
+        assert seen["turned"] == ((1, 2), ("model", "data"))
+        assert seen["is_kept"]
+        assert seen["device"] == "xla:0"
+        assert "expected the process axis 'pp' or all local axes" in seen["faults"][0]
+        assert "expected the process axis 'pp', got 'data'" in seen["faults"][1]
+
+
+def make(shape: tuple[int, ...]) -> None:
+    dist.init_process_group("xla_pp")
+    xpp.init_device_mesh("xla", shape, mesh_dim_names=("pp", "data"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "fault", "hint"),
+    [
+        ((4, 2), "expected 4 ranks, got 2", "CPU_NUM_DEVICES=2 torchrun --nproc-"),
+        ((2, 4), "rank 0 has 2, rank 1 has 2", "CPU_NUM_DEVICES=4 torchrun --nproc-"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_job(
+    worlds: Worlds, shape: tuple[int, ...], fault: str, hint: str
+) -> None:
+    outcomes = worlds.run_outcomes(make, ranks=2, devices=2, args=(shape,))
+    for outcome in outcomes:
+        assert outcome.error == "ValueError"
+        assert fault in outcome.message
+        assert hint in outcome.message
+
+
+def make_too_early() -> None:
+    xpp.init_device_mesh("xla", (2, 2), mesh_dim_names=("pp", "data"))
+
+
+def test_a_mesh_before_the_process_group(worlds: Worlds) -> None:
+    for outcome in worlds.run_outcomes(make_too_early, ranks=2, devices=2):
+        assert outcome.error == "ValueError"
+        assert 'Call dist.init_process_group("xla_pp")' in outcome.message
+
+
+def make_over_gloo() -> None:
+    dist.init_process_group("gloo")
+    xpp.init_device_mesh("xla", (2, 2), mesh_dim_names=("pp", "data"))
+
+
+def test_a_mesh_over_another_backend(worlds: Worlds) -> None:
+    for outcome in worlds.run_outcomes(make_over_gloo, ranks=2, devices=2):
+        assert outcome.error == "ValueError"
+        assert "gloo" in outcome.message
+        assert "xla_pp" in outcome.message
+
+
+def use_backend_xla() -> None:
+    xpp.device()
+    dist.init_process_group("xla")
+
+
+def test_backend_xla_under_spmd_says_what_to_use(worlds: Worlds) -> None:
+    for outcome in worlds.run_outcomes(use_backend_xla, ranks=2, devices=2):
+        assert outcome.error == "ValueError"
+        assert 'dist.init_process_group("xla_pp")' in outcome.message

@@ -1,0 +1,87 @@
+"""The text of a sharding becomes what torch_xla makes a sharding of."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_xla_pp.mesh.hlo_sharding import parse_sharding
+
+pytestmark = pytest.mark.pure
+
+
+@pytest.mark.parametrize(
+    ("text", "args"),
+    [
+        ("", ([], [], [], 0)),
+        ("{replicated}", ([], [], [], 0)),
+        ("{maximal device=0}", ([0], [], [], 1)),
+        ("{devices=[2]0,1}", ([0, 1], [], [], 3)),
+        ("{devices=[2,1]1,0}", ([[1], [0]], [], [], 3)),
+        ("{devices=[2,1]<=[2]}", ([[0], [1]], [], [], 3)),
+        ("{devices=[2,2]<=[4]}", ([[0, 1], [2, 3]], [], [], 3)),
+        ("{devices=[2,2]<=[2,2]T(1,0)}", ([[0, 2], [1, 3]], [], [], 3)),
+        (
+            "{devices=[2,1,2]0,2,1,3 last_tile_dim_replicate}",
+            ([[[0, 2]], [[1, 3]]], [[0], [1]], [[0, 2], [1, 3]], 5),
+        ),
+        (
+            "{devices=[1,2,2]<=[4] last_tile_dims={replicated}}",
+            ([[[0, 1], [2, 3]]], [[0, 1]], [[0, 1], [2, 3]], 5),
+        ),
+    ],
+)
+def test_known_texts_become_arguments(text: str, args: tuple[object, ...]) -> None:
+    assert tuple(parse_sharding(text)) == args
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{manual}",
+        "{devices=[2,1]0,1,2}",
+        "{devices=[2,1]0,0}",
+        "{devices=[2,2]<=[2,2]T(0,0)}",
+        "{devices=[2,1,2]<=[4] last_tile_dims={manual}}",
+        "{{replicated}, {replicated}}",
+        "junk",
+    ],
+)
+def test_unreadable_text_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot read .*expected HLO text such as"):
+        parse_sharding(text)
+
+
+def test_a_shard_has_the_padding_of_an_uneven_cut() -> None:
+    assert parse_sharding("{devices=[2,1]0,1}").shard_shape((5, 3)) == (3, 3)
+
+
+def test_partial_replication_cuts_only_the_tiled_dimensions() -> None:
+    sharding = parse_sharding("{devices=[1,2,2]0,2,1,3 last_tile_dim_replicate}")
+    assert sharding.tiles == (1, 2)
+    assert sharding.shard_shape((4, 6)) == (4, 3)
+
+
+@pytest.mark.parametrize("text", ["", "{replicated}", "{maximal device=0}"])
+def test_an_uncut_value_is_one_shard(text: str) -> None:
+    assert parse_sharding(text).shard_shape((5, 3)) == (5, 3)
+
+
+def test_a_sharding_of_other_dimensions_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected a tensor of 2 dimensions"):
+        parse_sharding("{devices=[2,1]0,1}").shard_shape((4,))
+
+
+@given(st.permutations(range(8)), st.sampled_from([(8,), (2, 4), (2, 2, 2), (1, 8)]))
+def test_listed_devices_are_kept_in_order(
+    ids: list[int], tiles: tuple[int, ...]
+) -> None:
+    text = f"{{devices=[{','.join(map(str, tiles))}]{','.join(map(str, ids))}}}"
+    sharding = parse_sharding(text)
+    assert sharding.tiles == tiles
+    assert _flat(sharding.tile_assignment) == list(ids)
+
+
+def _flat(nested: object) -> list[int]:
+    if isinstance(nested, int):
+        return [nested]
+    return [number for part in nested for number in _flat(part)]  # type: ignore[union-attr]

@@ -1,0 +1,30 @@
+"""The code in the docs runs and prints what the docs say."""
+
+import re
+from pathlib import Path
+
+import pytest
+from torchrun import ROOT, torchrun
+
+pytestmark = pytest.mark.worlds
+
+
+def python_blocks(page: Path) -> str:
+    return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+
+
+def test_the_tutorial_runs(tmp_path: Path) -> None:
+    script = tmp_path / "first.py"
+    script.write_text(python_blocks(ROOT / "docs" / "tutorial.md"))
+    printed = torchrun(script, ranks=2, devices=2)
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+    assert "output (16, 16)" in printed
+
+
+def test_links_in_the_pages_lead_somewhere() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
+    for page in pages:
+        for link in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page}: {link}"

@@ -1,0 +1,44 @@
+"""The names that users may import; changing them is a decision."""
+
+import inspect
+
+import pytest
+
+import torch_xla_pp as xpp
+
+pytestmark = pytest.mark.pure
+
+PUBLIC = [
+    "Pipe",
+    "PipelineError",
+    "PipelineStage",
+    "PlanError",
+    "StageShapeError",
+    "TransportError",
+    "TransportTimeout",
+    "device",
+    "init_device_mesh",
+    "pipeline",
+]
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(xpp.__all__) == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_documented(name: str) -> None:
+    assert inspect.getdoc(getattr(xpp, name))
+
+
+def test_signatures_are_upstreams() -> None:
+    """A script may pass what it passes to torch.distributed.pipelining."""
+    from torch.distributed import pipelining
+
+    for ours, theirs in (
+        (xpp.pipeline, pipelining.pipeline),
+        (xpp.PipelineStage, pipelining.PipelineStage),
+        (xpp.Pipe.build_stage, pipelining.Pipe.build_stage),
+    ):
+        names = list(inspect.signature(theirs).parameters)
+        assert list(inspect.signature(ours).parameters)[: len(names)] == names

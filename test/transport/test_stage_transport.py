@@ -1,0 +1,248 @@
+"""Stages' messages arrive whole, in any order, and failures are told."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_xla.debug.metrics as met
+from jobs import Spec, assert_same, on_device, start
+from torch import Tensor
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.mesh import parse_sharding
+from torch_xla_pp.testing import Worlds
+from torch_xla_pp.transport import Message, ShardLayout
+
+pytestmark = pytest.mark.worlds
+
+SPLIT: Spec = ("a", None)
+
+
+def layout_of(tensor: Tensor) -> ShardLayout:
+    """Describe a value as the receiver's own rank would lay it out."""
+    args = parse_sharding(xla_compat.sharding_texts([tensor])[0])
+    return ShardLayout(
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        sharding=xla_compat.sharding_from_args(*args),
+        shard_shape=args.shard_shape(tensor.shape),
+        num_shards=1
+        if xla_compat.is_replicated(tensor)
+        else xla_compat.num_local_devices(),
+    )
+
+
+def values(number: int) -> list[Tensor]:
+    """Make the values of one message: split, replicated, empty, of two dtypes."""
+    host = torch.arange(8.0).reshape(4, 2) + number
+    return [
+        on_device(host, SPLIT),
+        on_device(host.to(torch.int32)),
+        on_device(torch.zeros(0, 2)),
+        on_device(host.bfloat16(), (None, "a")),
+    ]
+
+
+def test_a_message_prints_as_torch_prints_actions() -> None:
+    assert str(Message("F", 2, 0)) == "2F0"
+
+
+def many_messages() -> float:
+    group = start()
+    peer = 1 - group.rank()
+    layouts = [layout_of(value) for value in values(0)]
+    names = [
+        Message(direction, stage, mb)
+        for mb in range(16)
+        for stage in (0, 700)
+        for direction in ("F", "B")
+    ]
+    gathers = met.counter_value("ReplicateShardedData")
+    for number, name in enumerate(names):
+        group.transport.send(name, peer, values(number))
+    for number, name in reversed(list(enumerate(names))):
+        received = group.transport.recv(name, peer, layouts)
+        for got, want in zip(received, values(number), strict=True):
+            assert_same(got, want)
+    # The same name again, as in the next step; and a head of more than one piece.
+    for number in (0, 1):
+        group.transport.send(names[0], peer, values(number) * 50)
+    for number in (0, 1):
+        received = group.transport.recv(names[0], peer, layouts * 50)
+        assert_same(received[-1], values(number)[-1])
+    assert met.counter_value("ReplicateShardedData") == gathers
+
+    with pytest.raises(ValueError, match="expected the group rank of another"):
+        group.transport.send(names[0], group.rank(), values(0))
+    group.transport.send(Message("F", 1, 1), peer, values(0)[:1])
+    with pytest.raises(RuntimeError, match=r"message 1F1 from rank .: expected parts"):
+        group.transport.recv(Message("F", 1, 1), peer, layouts)
+
+    start_s = time.perf_counter()
+    for _ in range(200):
+        group.rendezvous.calm()
+    return (time.perf_counter() - start_s) / 200
+
+
+def test_many_messages_arrive_in_any_order(worlds: Worlds) -> None:
+    calm_s = worlds.run(many_messages, ranks=2, devices=2)
+    # About 100 microseconds when the machine is idle.
+    assert min(calm_s) < 1e-3
+
+
+def one_rank_fails() -> list[str]:
+    group = start()
+    rank, found = group.rank(), []
+    layouts = [layout_of(values(0)[0])]
+    message = Message("F", 1, 0)
+    for step in range(2):
+        start_s = time.monotonic()
+        try:
+            with group.rendezvous.reporting("2F0"):
+                if rank == 0:
+                    group.transport.recv(Message("F", 1, 2), 1, layouts)
+                # A leftover which the next step must not receive.
+                group.transport.send(message, 0, values(13)[:1])
+                time.sleep(0.3)
+                group.transport.send(Message("F", 1, 1), 0, values(13)[:1])
+                raise ValueError(f"bad data in step {step}")
+        except ValueError as error:
+            found.append(str(error))
+        except RuntimeError:
+            found.append("wrong type")
+        assert time.monotonic() - start_s < 5
+    group.rendezvous.exchange("settled", None)
+    # Both ranks go on; collectives and messages of failed steps are void.
+    total = on_device(torch.ones(2))
+    dist.all_reduce(total)
+    assert_same(total, on_device(torch.full((2,), 2.0)))
+    if rank == 1:
+        group.transport.send(message, 0, values(5)[:1])
+    else:
+        assert_same(group.transport.recv(message, 1, layouts)[0], values(5)[0])
+    return found
+
+
+def all_reduce_with_a_failing_peer() -> str:
+    group = start()
+    try:
+        with group.rendezvous.reporting():
+            if group.rank() == 1:
+                raise TypeError("no loss")
+            dist.all_reduce(on_device(torch.ones(2)))
+    except TypeError as error:
+        return str(error)
+    return "nothing"
+
+
+def two_seconds() -> str:
+    group = start(timeout_s=2)
+    start_s = time.monotonic()
+    try:
+        if group.rank() == 0:
+            group.transport.recv(Message("B", 3, 7), 1, [])
+        else:
+            time.sleep(3)
+    except RuntimeError as error:
+        assert 1.9 < time.monotonic() - start_s < 4
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def leave_after_the_last_send() -> None:
+    group = start()
+    message = Message("F", 1, 0)
+    if group.rank() == 0:
+        for number in range(8):
+            group.transport.send(message, 1, values(number))
+        dist.send(on_device(torch.ones(1 << 20)), 1)
+        dist.destroy_process_group()
+        return
+    layouts = [layout_of(value) for value in values(0)]
+    time.sleep(1.5)
+    for number in range(8):
+        received = group.transport.recv(message, 0, layouts)
+        assert_same(received[0], values(number)[0])
+    big = torch.zeros(1 << 20, device="xla")
+    dist.recv(big, 0)
+    assert_same(big, on_device(torch.ones(1 << 20)))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"rank 0 is gone: it has left"):
+            group.transport.recv(message, 0, layouts)
+    with pytest.raises(RuntimeError, match=r"send .*: rank 0 is gone: it has left"):
+        group.transport.send(message, 0, values(0))
+
+
+def test_a_peers_error_ends_every_wait_and_the_next_step_works(worlds: Worlds) -> None:
+    zero, one = worlds.run(one_rank_fails, ranks=2, devices=2)
+    assert one == ["bad data in step 0", "bad data in step 1"]
+    assert zero == [f"{text} (raised on rank 1): 2F0" for text in one]
+    texts = worlds.run(all_reduce_with_a_failing_peer, ranks=2, devices=2)
+    assert texts == ["no loss (raised on rank 1)", "no loss"]
+
+
+def test_a_timeout_names_message_peer_and_seconds(worlds: Worlds) -> None:
+    text, _ = worlds.run(two_seconds, ranks=2, devices=2)
+    assert text.startswith(
+        "TransportTimeout: rank 0 waited 2 s for rank 1: recv stage B 3 7"
+    )
+
+
+def test_what_was_sent_before_leaving_the_group_arrives(worlds: Worlds) -> None:
+    worlds.run(leave_after_the_last_send, ranks=2, devices=2)
+
+
+def one_rank_is_killed(victim: int) -> None:
+    group = start()
+    if group.rank() == victim:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.transport.recv(Message("F", 1, 0), victim, [])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_peer_is_named_at_once(worlds: Worlds, victim: int) -> None:
+    start_s = time.monotonic()
+    outcomes = worlds.run_outcomes(
+        one_rank_is_killed, ranks=2, devices=2, args=(victim,)
+    )
+    assert time.monotonic() - start_s < 60
+    assert outcomes[victim].error == "Died"
+    left = outcomes[1 - victim]
+    assert left.error == "TransportError"
+    assert f"rank {victim} is gone: its connection is lost" in left.message
+
+
+SCRIPT = """
+import time, torch, torch.distributed as dist
+import torch_xla_pp as xpp
+device = xpp.device()
+dist.init_process_group("xla_pp")
+if dist.get_rank() == 1:
+    dist.isend(torch.full((1 << 20,), 7.0, device=device), 0)
+else:
+    time.sleep(2)
+    into = torch.zeros(1 << 20, device=device)
+    dist.recv(into, 1)
+    print("received", into.sum().item() / (1 << 20))
+"""
+
+
+def test_what_was_sent_before_the_process_ended_arrives(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr
+    assert "received 7.0" in run.stdout
