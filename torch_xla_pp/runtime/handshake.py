@@ -4,9 +4,10 @@ Two rounds: every rank *claims* its stages, so that all ranks know at once wheth
 claims fit together; then every stage *offers* the next one what it will send.
 """
 
+import uuid
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch_xla_pp.errors import PlanError, StageShapeError
 from torch_xla_pp.mesh import TensorSpec
@@ -15,12 +16,21 @@ from torch_xla_pp.transport import Rendezvous
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """State what one rank brings to a schedule."""
+    """State what one rank brings to a schedule.
+
+    Args:
+        stages: Indices of the rank's stages.
+        num_stages: Number of stages of the pipeline.
+        num_microbatches: Number of microbatches of the schedule.
+        schedule: Name of the schedule's class.
+        key: A text of the rank's own that no other handshake has.
+    """
 
     stages: tuple[int, ...]
     num_stages: int
     num_microbatches: int
     schedule: str
+    key: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +46,11 @@ class Offer:
     rows: int
 
 
-def agree_on_stages(rendezvous: Rendezvous, claim: Claim) -> None:
+def agree_on_stages(rendezvous: Rendezvous, claim: Claim) -> str:
     """Compare the claims of all ranks; every rank must call it.
+
+    Returns:
+        The key of this handshake, equal on all ranks.
 
     Raises:
         PlanError: The claims do not make one pipeline; raised on every rank.
@@ -48,6 +61,7 @@ def agree_on_stages(rendezvous: Rendezvous, claim: Claim) -> None:
         raise PlanError(
             "pipeline: the ranks do not build one pipeline:\n  " + "\n  ".join(faults)
         )
+    return str(claims[0].key)
 
 
 def claim_faults(claims: Sequence[Claim]) -> list[str]:
@@ -98,14 +112,14 @@ def check_fits(stage: int, offered: Sequence[TensorSpec], own: Sequence[str]) ->
     )
 
 
-def offer(rendezvous: Rendezvous, stage: int, value: Offer) -> None:
-    """Tell stage `stage` what it will receive."""
-    rendezvous.publish(f"offer/{stage}", value)
+def offer(rendezvous: Rendezvous, key: str, stage: int, value: Offer) -> None:
+    """Tell stage `stage` what it will receive, in the handshake named `key`."""
+    rendezvous.publish(f"offer/{key}/{stage}", value)
 
 
-def await_offer(rendezvous: Rendezvous, stage: int, from_rank: int) -> Offer:
+def await_offer(rendezvous: Rendezvous, key: str, stage: int, from_rank: int) -> Offer:
     """Wait until the previous stage has told what stage `stage` will receive."""
-    found = rendezvous.read(f"offer/{stage}", from_rank)
+    found = rendezvous.read(f"offer/{key}/{stage}", from_rank)
     if not isinstance(found, Offer):
         raise PlanError(
             f"stage {stage}: expected an offer from rank {from_rank}, got {found!r}."

@@ -99,6 +99,7 @@ class XlaPipelineStage(StageBase):
         self._expected_outputs = expected_outputs
         self._plans: WeakKeyDictionary[Schedule, StagePlan] = WeakKeyDictionary()
         self._schedule: Schedule | None = None
+        self._handshake_key = ""
         self._live: dict[int, dict[str, Tensor]] = {}
         self._residuals: dict[int, dict[str, Tensor]] = {}
         self._leaves: dict[int, list[Tensor]] = {}
@@ -159,6 +160,7 @@ class XlaPipelineStage(StageBase):
                 sent = self._sent_of(self._output_specs(plan, programs))
                 handshake.offer(
                     self._pg.rendezvous,
+                    self._handshake_key,
                     self.stage_index + 1,
                     Offer(values=tuple(sent), rows=plan.rows),
                 )
@@ -180,7 +182,9 @@ class XlaPipelineStage(StageBase):
             num_microbatches=num_microbatches(schedule),
             schedule=type(schedule).__name__,
         )
-        handshake.agree_on_stages(self._pg.rendezvous, claim)
+        key = handshake.agree_on_stages(self._pg.rendezvous, claim)
+        for stage in stages:
+            stage._handshake_key = key
 
     def _plan_for(
         self,
@@ -196,7 +200,10 @@ class XlaPipelineStage(StageBase):
             self._placement.check_batch(rows)
         else:
             offered = handshake.await_offer(
-                self._pg.rendezvous, self.stage_index, self._rank_of(-1)
+                self._pg.rendezvous,
+                self._handshake_key,
+                self.stage_index,
+                self._rank_of(-1),
             )
             received, rows = offered.values, offered.rows
         given = tuple(self._given_spec(value, rows) for value in outside)

@@ -15,8 +15,7 @@ from typing import Any
 def main() -> None:
     """Connect to the parent named on the command line and serve it."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    address, key = sys.argv[1], bytes.fromhex(os.environ.pop("XPP_WORKER_KEY"))
-    with Client(address, family="AF_UNIX", authkey=key) as parent:
+    with Client(sys.argv[1], family="AF_UNIX") as parent:
         _serve(parent)
 
 
@@ -39,13 +38,14 @@ def _run(
 ) -> tuple[str, Any]:
     """Return "value" and the result, or "error" and its type, text and traceback.
 
-    The arguments come pickled, since their classes may lie on `path`.
+    The arguments come pickled, since their classes may lie on `path`; the result
+    goes pickled, since the connection would share the memory of its tensors.
     """
     os.environ.update(env)
     sys.path[:] = path
     try:
         result = getattr(importlib.import_module(module), function)(*pickle.loads(args))
-        return "value", result
+        return "value", pickle.dumps(result)
     except BaseException as error:
         return "error", (type(error).__name__, str(error), traceback.format_exc())
     finally:
