@@ -134,6 +134,17 @@ def test_dropout_masks_follow_the_seed_and_nothing_else(mesh: Any) -> None:
     assert not torch.equal(first, other)
 
 
+def test_dropout_masks_do_not_depend_on_random_work_before_the_trace(
+    mesh: Any,
+) -> None:
+    example = [torch.ones(64, 64, requires_grad=True)]
+    first = dropped(Compiled(Dropping(), example, mesh), seed=1)[0]
+    pending = torch.rand(3, device=xla_compat.device())
+    second = dropped(Compiled(Dropping(), example, mesh), seed=1)[0]
+    assert torch.equal(first, second)
+    assert pending.cpu().unique().numel() == 3
+
+
 def test_training_mode_is_part_of_the_trace(mesh: Any) -> None:
     module = nn.Dropout(0.5).eval()
     compiled = Compiled(module, [torch.ones(4, 8, requires_grad=True)], mesh)
