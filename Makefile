@@ -15,7 +15,7 @@ help:
 	@echo "make format  format the code             make clean   remove what was built"
 
 demo: $(STAMP)
-	PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py $(ARGS)
+	PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)

@@ -22,7 +22,7 @@ LAYERS = (
 )
 LAYER_OF = {name: i for i, names in enumerate(LAYERS) for name in names}
 PURE = {"mesh", "graph", "plan", "schedule", "timeline", "simulate", "planner"}
-EFFECTS = ("torch_xla", "torch.distributed")
+EFFECTS = ("torch_xla", "_XLAC", "torch.distributed")
 XLA_PRIVATE = "xla_compat.py"
 
 
@@ -56,10 +56,13 @@ def faults_of(path: str, source: str) -> list[str]:
         if is_in(module, PACKAGE):
             found += own_faults(path, home, module, names)
             continue
-        if home in PURE and any(is_in(module, effect) for effect in EFFECTS):
-            found.append(f"{path}: a pure folder imports {module}")
+        reached = (module, *(f"{module}.{name}" for name in names))
+        if home in PURE:
+            effects = [m for m in reached if any(is_in(m, e) for e in EFFECTS)]
+            found += [f"{path}: a pure folder imports {m}" for m in effects[:1]]
         private = [n for n in (*module.split("."), *names) if n.startswith("_")]
-        if is_in(module, "torch_xla") and private and path != XLA_PRIVATE:
+        of_xla = is_in(module, "torch_xla") or is_in(module, "_XLAC")
+        if of_xla and private and path != XLA_PRIVATE:
             found.append(f"{path}: private {private} of torch_xla")
     if path != XLA_PRIVATE and "_XLAC" in names_in(source):
         found.append(f"{path}: uses _XLAC")
@@ -69,9 +72,10 @@ def faults_of(path: str, source: str) -> list[str]:
 def own_faults(path: str, home: str, module: str, names: list[str]) -> list[str]:
     """List what is wrong with an import from the package itself."""
     parts = module.split(".")[1:]
-    targets = [parts[0]] if parts else [n for n in names if n in LAYER_OF]
+    # What is no member comes from the package's own __init__.
+    members = [n if n in LAYER_OF else "__init__" for n in names or ["__init__"]]
     found = []
-    for target in targets:
+    for target in [parts[0]] if parts else members:
         if target == home:
             continue
         if LAYER_OF.get(target, len(LAYERS)) >= LAYER_OF[home]:
@@ -80,7 +84,23 @@ def own_faults(path: str, home: str, module: str, names: list[str]) -> list[str]
                 found.append(f"{path}: imports upward from {target}")
         if len(parts) > 1:
             found.append(f"{path}: imports {module}, which {target} does not export")
+        elif parts:
+            hidden = [n for n in names if not is_exported(n, target)]
+            found += [
+                f"{path}: imports {n}, which {target} does not export" for n in hidden
+            ]
     return found
+
+
+def is_exported(name: str, member: str) -> bool:
+    """Tell if a folder exports a name, or a single file does not hide it."""
+    init = ROOT / member / "__init__.py"
+    if not init.exists():
+        return not name.startswith("_")
+    for node in ast.parse(init.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return name in ast.literal_eval(node.value)
+    return False
 
 
 def names_in(source: str) -> set[str]:
@@ -96,15 +116,15 @@ def names_in(source: str) -> set[str]:
 
 def cycles_in(folder: Path) -> list[str]:
     """Return the files of a folder that import each other in a circle."""
-    name = folder.name
-    edges: dict[str, set[str]] = {}
-    for file in folder.glob("*.py"):
-        prefix = f"{PACKAGE}.{name}."
-        edges[file.stem] = {
-            module.removeprefix(prefix)
-            for module, _ in imports_of(file.read_text())
-            if module.startswith(prefix)
-        }
+    home = f"{PACKAGE}.{folder.name}"
+    stems = {file.stem for file in folder.glob("*.py")}
+    edges: dict[str, set[str]] = {stem: set() for stem in stems}
+    for stem in stems:
+        for module, names in imports_of((folder / f"{stem}.py").read_text()):
+            if module == home:
+                edges[stem] |= {n if n in stems else "__init__" for n in names}
+            elif is_in(module, home):
+                edges[stem].add(module.removeprefix(home + "."))
     while free := [stem for stem, needs in edges.items() if not needs & set(edges)]:
         for stem in free:
             del edges[stem]
@@ -138,6 +158,18 @@ def test_no_folder_has_a_cycle() -> None:
         ("compile/a.py", "from torch_xla_pp.mesh.rules import x", "does not export"),
         ("compile/a.py", "import torch_xla._XLAC", "private"),
         ("compile/a.py", "import torch_xla\ntorch_xla._XLAC.f()", "uses _XLAC"),
+        ("compile/a.py", "import _XLAC", "private"),
+        ("mesh/a.py", "from torch import distributed", "a pure folder imports"),
+        ("mesh/a.py", "import _XLAC", "a pure folder imports _XLAC"),
+        ("compile/a.py", "from torch_xla_pp.mesh import rules", "does not export"),
+        ("compile/a.py", "from torch_xla_pp.env import _hidden", "does not export"),
+        ("runtime/a.py", "from torch_xla_pp import Pipe", "upward from __init__"),
+        ("runtime/a.py", "import torch_xla_pp", "upward from __init__"),
+        (
+            "mesh/a.py",
+            "if TYPE_CHECKING:\n    from torch_xla_pp.graph import X",
+            "upward from graph",
+        ),
         ("runtime/a.py", "from .stage import X", "relative import"),
         ("utils/a.py", "", "is in no layer"),
     ],
@@ -153,3 +185,14 @@ def test_a_cycle_is_found(tmp_path: Path) -> None:
     (folder / "b.py").write_text(f"import {PACKAGE}.compile.a")
     (folder / "c.py").write_text(f"from {PACKAGE}.compile.a import y")
     assert cycles_in(folder) == ["a", "b", "c"]
+
+
+def test_a_cycle_through_the_folder_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "compile"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(f"from {PACKAGE}.compile.a import X")
+    (folder / "a.py").write_text(f"from {PACKAGE}.compile import b")
+    (folder / "b.py").write_text("")
+    assert cycles_in(folder) == []
+    (folder / "b.py").write_text(f"from {PACKAGE}.compile import X")
+    assert cycles_in(folder) == ["__init__", "a", "b"]

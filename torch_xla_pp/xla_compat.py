@@ -149,11 +149,6 @@ def from_local_shards(
     return result
 
 
-def rebind(tensor: Tensor, value: Tensor) -> None:
-    """Make `tensor` hold the value of `value`, without a transfer."""
-    _XLAC._replace_xla_tensor(tensor, value)
-
-
 def data_handles(tensors: Sequence[Tensor]) -> list[int]:
     """Return the handle of the device buffers behind each tensor."""
     return list(_XLAC._get_tensors_handle(list(tensors)))

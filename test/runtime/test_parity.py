@@ -7,7 +7,15 @@ are compared to the same tolerance.
 
 import pytest
 import torch
-from runtime.training import LOOPED, SINGLE, V_SHAPED, Job, Report, train
+from runtime.training import (
+    LEARNING_RATE,
+    LOOPED,
+    SINGLE,
+    V_SHAPED,
+    Job,
+    Report,
+    train,
+)
 
 from torch_xla_pp.testing import Worlds
 
@@ -18,7 +26,7 @@ SCHEDULES = (*SINGLE, *LOOPED, *V_SHAPED)
 
 def check(reports: list[Report], tolerance: float = 1e-5) -> None:
     compared = set().union(*(report.errors for report in reports))
-    assert {"outputs", "losses", "gradients", "parameters"} <= compared
+    assert {"outputs", "losses", "gradients"} <= compared
     for report in reports:
         assert report.missing == []
         assert {k: v for k, v in report.errors.items() if not v < tolerance} == {}
@@ -43,8 +51,14 @@ def test_four_ranks_train_as_one_process(worlds: Worlds, schedule: str) -> None:
 
 def test_bfloat16_trains_as_one_process(worlds: Worlds) -> None:
     job = Job(dtype=torch.bfloat16, devices=2)
+    reports = worlds.run(train, ranks=2, devices=2, args=(job,))
+    for report in reports:
+        # AdamW moves a parameter by about the learning rate, whatever the size of its
+        # gradient, and the sign of a gradient that is all rounding may differ.
+        assert report.parameter_difference <= 2.1 * LEARNING_RATE * job.num_steps
+        del report.errors["parameters"]
     # bfloat16 keeps 8 bits of a mantissa: one rounding is up to 0.4 %.
-    check(worlds.run(train, ranks=2, devices=2, args=(job,)), tolerance=4e-2)
+    check(reports, tolerance=4e-2)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])

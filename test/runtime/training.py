@@ -24,6 +24,7 @@ LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 COUNTERS = ("UncachedCompile", "CreateCompileHandles", "ReplicateShardedData")
 VOCAB = 13
+LEARNING_RATE = 1e-3
 
 
 class Block(nn.Module):
@@ -116,11 +117,15 @@ class Report:
     errors: dict[str, float] = field(default_factory=dict)
     compiled: dict[str, int] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    parameter_difference: float = 0.0
 
     def compare(self, what: str, got: Tensor, expected: Tensor) -> None:
         """Keep the largest difference, relative to the largest value."""
         got, expected = got.detach().float().cpu(), expected.detach().float()
-        error = float((got - expected).abs().max() / expected.abs().max())
+        difference = float((got - expected).abs().max())
+        error = difference / float(expected.abs().max())
+        if what == "parameters":
+            self.parameter_difference = max(self.parameter_difference, difference)
         self.errors[what] = max(self.errors.get(what, 0.0), error)
 
 
@@ -213,8 +218,8 @@ def train(job: Job) -> Report:
             )
     schedule = make_schedule(job, stages)
     parameters = [p for stage in stages for p in stage.submod.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-    expected_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+    expected_optimizer = torch.optim.AdamW(reference.parameters(), lr=LEARNING_RATE)
     report = Report()
     if job.eval_first:
         _evaluate(job, schedule, stages, reference, report)

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
 from torch import Tensor
 
@@ -21,6 +22,19 @@ def start(timeout_s: float = 60.0) -> XlaPpProcessGroup:
     dist.init_process_group("xla_pp")
     del os.environ["TORCH_XLA_PP_TIMEOUT_S"]
     return of_group(None)
+
+
+def gathers() -> int:
+    """Count the programs that collected a sharded value to read it.
+
+    They are compiled for every read, unlike the programs of the user. The counter
+    ReplicateShardedData also counts reads of replicated values, which need none.
+    """
+    compiled, own = (
+        met.counter_value(name) or 0
+        for name in ("CreateCompileHandles", "UncachedCompile")
+    )
+    return compiled - own
 
 
 def mesh() -> xs.Mesh:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch_xla.debug.metrics as met
-from jobs import Spec, assert_same, on_device, start
+from jobs import Spec, assert_same, gathers, on_device, start
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
@@ -63,7 +62,7 @@ def many_messages() -> float:
         for stage in (0, 700)
         for direction in ("F", "B")
     ]
-    gathers = met.counter_value("ReplicateShardedData")
+    before = gathers()
     for number, name in enumerate(names):
         group.transport.send(name, peer, values(number))
     for number, name in reversed(list(enumerate(names))):
@@ -76,7 +75,7 @@ def many_messages() -> float:
     for number in (0, 1):
         received = group.transport.recv(names[0], peer, layouts * 50)
         assert_same(received[-1], values(number)[-1])
-    assert met.counter_value("ReplicateShardedData") == gathers
+    assert gathers() == before
 
     with pytest.raises(ValueError, match="expected the group rank of another"):
         group.transport.send(names[0], group.rank(), values(0))

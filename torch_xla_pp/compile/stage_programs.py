@@ -59,7 +59,6 @@ class StagePrograms:
         functions = partition_joint(joint)
         self._functions = functions
         self.output_spec: pytree.TreeSpec = joint.output_spec
-        self.outputs = joint.example_outputs
         self._constants = {
             role: xla_compat.from_local_shards(
                 [value.cpu()], xla_compat.replicated_sharding(), value.shape

@@ -49,7 +49,6 @@ class ModuleState:
         self._move()
         self._states = {name: _state_of(t) for name, t in _named_tensors(module)}
 
-    @property
     def shardings(self) -> dict[str, xla_compat.OpSharding]:
         """Return the sharding of every parameter and buffer, by role."""
         return {
@@ -96,9 +95,11 @@ class ModuleState:
         self._sums = {}
 
     def update_buffers(self, updates: Mapping[str, Tensor]) -> None:
-        """Give buffers the values that a forward computed."""
+        """Give buffers the values that a forward computed, as new tensors."""
         for role, value in updates.items():
-            xla_compat.rebind(self.fixed[role], value)
+            path, _, key = role.removeprefix("buffer:").rpartition(".")
+            self._module.get_submodule(path)._buffers[key] = value
+            self.fixed[role] = value
 
     def _first_sum(self, role: str) -> Tensor:
         parameter = self.fixed[role]

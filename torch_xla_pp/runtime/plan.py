@@ -6,7 +6,7 @@ they are needed, one set per training mode of the module.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import JointGraph, StagePrograms, export_joint
 from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.mesh import Partition, TensorSpec
+from torch_xla_pp.runtime.module_state import ModuleState
 from torch_xla_pp.runtime.placement import Placement
 
 
@@ -63,6 +64,18 @@ class Signature:
         return args, kwargs
 
 
+class Variant(NamedTuple):
+    """Hold a stage's programs for one mode of its module, training or not.
+
+    Attributes:
+        programs: The compiled programs.
+        outputs: What the stage's outputs look like.
+    """
+
+    programs: StagePrograms
+    outputs: tuple[TensorSpec, ...]
+
+
 @dataclass(kw_only=True, eq=False, slots=True)
 class StagePlan:
     """Hold what a stage agreed on for one schedule.
@@ -84,50 +97,42 @@ class StagePlan:
     given: tuple[TensorSpec, ...]
     signature: Signature
     expected_outputs: Sequence[Tensor] | None
-    _programs: dict[bool, StagePrograms] = field(default_factory=dict)
+    _variants: dict[bool, Variant] = field(default_factory=dict)
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Return all tensor inputs, received ones first."""
         return self.received + self.given
 
-    def programs(
-        self,
-        module: nn.Module,
-        placement: Placement,
-        shardings: Mapping[str, xla_compat.OpSharding],
-    ) -> StagePrograms:
-        """Return the programs for the module's present mode, traced when new.
+    def variant(
+        self, module: nn.Module, placement: Placement, state: ModuleState
+    ) -> Variant:
+        """Return what the module is in its present mode, traced when new.
 
         Raises:
             StageShapeError: The module cannot run on the inputs, or its outputs are
                 not what was declared.
         """
         mode = module.training
-        if mode not in self._programs:
+        if mode not in self._variants:
             joint = self._export(module)
-            specs = self.output_specs(joint.example_outputs, placement)
-            self._check_outputs(specs)
-            self._programs[mode] = StagePrograms(
+            outputs = tuple(
+                spec_of(
+                    value,
+                    placement.batch_partition(tuple(value.shape), self.rows),
+                    needs_grad,
+                )
+                for value, needs_grad in joint.example_outputs
+            )
+            self._check_outputs(outputs)
+            programs = StagePrograms(
                 joint,
-                [placement.sharding(spec.partition) for spec in specs],
+                [placement.sharding(spec.partition) for spec in outputs],
                 [placement.sharding(spec.partition) for spec in self.inputs],
-                shardings,
+                state.shardings(),
             )
-        return self._programs[mode]
-
-    def output_specs(
-        self, outputs: Sequence[tuple[Tensor, bool]], placement: Placement
-    ) -> tuple[TensorSpec, ...]:
-        """Describe outputs, each given with whether it needs a gradient."""
-        return tuple(
-            spec_of(
-                value,
-                placement.batch_partition(tuple(value.shape), self.rows),
-                needs_grad,
-            )
-            for value, needs_grad in outputs
-        )
+            self._variants[mode] = Variant(programs, outputs)
+        return self._variants[mode]
 
     def _export(self, module: nn.Module) -> JointGraph:
         received = [_example(spec) for spec in self.received]

@@ -31,7 +31,13 @@ from torch_xla_pp.runtime.exchange import Exchange
 from torch_xla_pp.runtime.handshake import Claim, Offer
 from torch_xla_pp.runtime.module_state import ModuleState
 from torch_xla_pp.runtime.placement import AUTO, BatchAxis, Placement
-from torch_xla_pp.runtime.plan import Signature, StagePlan, describe_all, spec_of
+from torch_xla_pp.runtime.plan import (
+    Signature,
+    StagePlan,
+    Variant,
+    describe_all,
+    spec_of,
+)
 from torch_xla_pp.runtime.torch_compat import (
     Schedule,
     StageBase,
@@ -155,9 +161,9 @@ class XlaPipelineStage(StageBase):
             plan = self._plan_for(num_microbatches, args, kwargs)
             self._plans[schedule] = plan
             self.chunks = num_microbatches
-            programs = self._programs(plan)
+            variant = self._variant(plan)
             if not self.is_last:
-                sent = self._sent_of(self._output_specs(plan, programs))
+                sent = self._sent_of(variant.outputs)
                 handshake.offer(
                     self._pg.rendezvous,
                     self._handshake_key,
@@ -230,13 +236,8 @@ class XlaPipelineStage(StageBase):
         partition = self._placement.batch_partition(tuple(value.shape), rows)
         return spec_of(value, partition, False)
 
-    def _programs(self, plan: StagePlan) -> StagePrograms:
-        return plan.programs(self.submod, self._placement, self._state.shardings)
-
-    def _output_specs(
-        self, plan: StagePlan, programs: StagePrograms
-    ) -> tuple[TensorSpec, ...]:
-        return plan.output_specs(programs.outputs, self._placement)
+    def _variant(self, plan: StagePlan) -> Variant:
+        return plan.variant(self.submod, self._placement, self._state)
 
     def _sent_of(self, outputs: Sequence[T]) -> Sequence[T]:
         """Return those of a list of all outputs that the next stage takes."""
@@ -260,15 +261,16 @@ class XlaPipelineStage(StageBase):
         """
         with self._reporting():
             plan = self._plan()
-            programs = self._programs(plan)
+            variant = self._variant(plan)
             inputs = self._inputs(plan, fwd_chunk_id, args, kwargs)
             seed = self._seed(fwd_chunk_id)
+            programs = variant.programs
             run = programs.forward if self.has_backward else programs.inference
             result = run(self._state.fixed, inputs, seed)
             self._state.update_buffers(result.updates)
             if self.has_backward:
                 self._live[fwd_chunk_id] = result.live
-            return self._pass_on(plan, programs, fwd_chunk_id, result)
+            return self._pass_on(variant, fwd_chunk_id, result)
 
     def backward_one_chunk(
         self,
@@ -286,9 +288,10 @@ class XlaPipelineStage(StageBase):
             return
         with self._reporting():
             plan = self._plan()
-            programs = self._programs(plan)
+            variant = self._variant(plan)
             live = self._live.pop(bwd_chunk_id)
-            live |= self._tangents(plan, programs, bwd_chunk_id, loss)
+            live |= self._tangents(variant.outputs, bwd_chunk_id, loss)
+            programs = variant.programs
             if full_backward:
                 grads, sums = programs.backward(self._fixed(programs), live)
                 self._count_backward(plan, sums)
@@ -306,8 +309,9 @@ class XlaPipelineStage(StageBase):
             return
         with self._reporting():
             plan = self._plan()
-            programs = self._programs(plan)
+            variant = self._variant(plan)
             residual = self._residuals.pop(bwd_chunk_id)
+            programs = variant.programs
             sums = programs.backward_weight(self._fixed(programs), residual)
             self._count_backward(plan, sums)
 
@@ -342,38 +346,28 @@ class XlaPipelineStage(StageBase):
         xla_compat.materialize(given)
         return received + given
 
-    def _pass_on(
-        self,
-        plan: StagePlan,
-        programs: StagePrograms,
-        microbatch: int,
-        result: Forwarded,
-    ) -> Any:
+    def _pass_on(self, variant: Variant, microbatch: int, result: Forwarded) -> Any:
         """Send outputs to the next stage, or give them to the schedule."""
+        structure = variant.programs.output_spec
         outputs = [value.detach() for value in result.outputs]
         if not self.is_last:
             sent = self._sent_of(outputs)
             message = Message("F", self.stage_index + 1, microbatch)
             self._exchange.send(message, self._rank_of(1), sent)
-            return pytree.tree_unflatten(outputs, programs.output_spec)
-        self.output_chunks.append(pytree.tree_unflatten(outputs, programs.output_spec))
+            return pytree.tree_unflatten(outputs, structure)
+        self.output_chunks.append(pytree.tree_unflatten(outputs, structure))
         if not self.has_backward:
             return self.output_chunks[-1]
         self._leaves[microbatch] = [
-            value.detach().requires_grad_(needs_grad)
-            for value, (_, needs_grad) in zip(outputs, programs.outputs, strict=True)
+            value.detach().requires_grad_(spec.requires_grad)
+            for value, spec in zip(outputs, variant.outputs, strict=True)
         ]
-        return pytree.tree_unflatten(self._leaves[microbatch], programs.output_spec)
+        return pytree.tree_unflatten(self._leaves[microbatch], structure)
 
     def _tangents(
-        self,
-        plan: StagePlan,
-        programs: StagePrograms,
-        microbatch: int,
-        loss: Tensor | None,
+        self, specs: Sequence[TensorSpec], microbatch: int, loss: Tensor | None
     ) -> dict[str, Tensor]:
         """Return the gradient of each output that has one."""
-        specs = self._output_specs(plan, programs)
         if self.is_last:
             found = self._loss_grads(specs, microbatch, loss)
         else:

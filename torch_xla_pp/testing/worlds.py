@@ -5,8 +5,10 @@ function after the other. The number of XLA devices of a process is fixed when i
 client is made: workers are kept by that number. Between two functions a worker leaves
 its process group; nothing else is reset.
 
-Law: a run ends. Every run has a time limit, and when a rank fails the others get a
+Laws: a run ends. Every run has a time limit, and when a rank fails the others get a
 short while to end by themselves; then they are killed, and their stacks are shown.
+After a run in which a rank failed its workers are not used again, since the state of
+their transport is unknown. No worker outlives the process that made it.
 """
 
 import contextlib
@@ -18,16 +20,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Listener, wait
-from pathlib import Path
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any
 
-GRACE_S = 15.0
+GRACE_S = 10.0
 _MAX_IDLE = 4
-_START_S = 60.0
+_START_S = 120.0
+_DUMP_S = 0.5
 _KILLED = "Killed"
 _DIED = "Died"
 _TAIL_CHARACTERS = 3000
@@ -57,58 +60,79 @@ class Outcome:
 
 
 class _Worker:
-    """Own one worker process and the connection to it."""
+    """Own one worker process, the connection to it and the file of its output.
+
+    It must be made by a thread that lives as long as the worker is used: the system
+    ends the worker with that thread.
+    """
 
     def __init__(self, num_devices: int) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="worlds-")
-        address = str(Path(self._directory.name) / "socket")
-        self._log = (Path(self._directory.name) / "log").open("w+b")
-        env = os.environ | {
-            "PJRT_DEVICE": "CPU",
-            "CPU_NUM_DEVICES": str(num_devices),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, "-m", "torch_xla_pp.testing.worker", address]
-        # Only this user may enter the directory, hence the socket has no password.
-        with Listener(address, family="AF_UNIX") as listener:
+        self._log = tempfile.TemporaryFile("w+b")
+        self._run_start = 0
+        self.connection, child = Pipe()
+        with child:
             self._process = subprocess.Popen(
-                command, env=env, stdout=self._log, stderr=self._log
+                [
+                    sys.executable,
+                    "-m",
+                    "torch_xla_pp.testing.worker",
+                    str(child.fileno()),
+                ],
+                env=os.environ | _worker_env(num_devices),
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=[child.fileno()],
             )
-            # A worker that cannot start would leave accept() waiting.
-            listener._listener._socket.settimeout(_START_S)  # type: ignore[attr-defined]
-            self.connection: Connection = listener.accept()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def output(self) -> str:
-        """Return the end of what the worker printed."""
-        self._log.flush()
-        text = Path(self._log.name).read_text(errors="replace")
-        return text[-_TAIL_CHARACTERS:]
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
-    def kill(self) -> str:
-        """End the worker and return the stacks that it had."""
-        before = len(self.output())
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGUSR1)
-            time.sleep(0.5)
-        stacks = self.output()[before:] or self.output()
+    def is_ready(self, limit_s: float) -> bool:
+        """Wait for the worker to be free; False if it ended or takes longer."""
+        try:
+            return self.connection.poll(limit_s) and self.connection.recv() == "ready"
+        except (EOFError, ConnectionError):
+            return False
+
+    def begin(self, task: dict[str, Any]) -> None:
+        """Send a task. A worker that has died is seen when its answer is read."""
+        self._run_start = self.num_log_bytes()
+        with contextlib.suppress(ConnectionError):
+            self.connection.send(task)
+
+    def num_log_bytes(self) -> int:
+        return os.fstat(self._log.fileno()).st_size
+
+    def output(self, start: int | None = None) -> str:
+        """Return the end of what was printed since byte `start` or in this run."""
+        start = self._run_start if start is None else start
+        # The worker writes through the same file position, so it must not move.
+        data = os.pread(self._log.fileno(), self.num_log_bytes() - start, start)
+        return data.decode(errors="replace")[-_TAIL_CHARACTERS:]
+
+    def ask_for_stacks(self) -> None:
+        """Let the worker print the stacks of its threads, soon."""
+        self._process.send_signal(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        """End the worker at once."""
         self._process.kill()
         self.close()
-        return stacks
 
-    def close(self) -> None:
-        """Let the worker end; its connection is closed."""
+    def close(self) -> int:
+        """Let the worker end and return its exit code."""
         self.connection.close()
         try:
-            self._process.wait(GRACE_S)
+            code = self._process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            code = self._process.wait()
         self._log.close()
-        self._directory.cleanup()
+        return code
 
 
 class Worlds:
@@ -141,6 +165,7 @@ class Worlds:
         devices: int = 1,
         args: tuple[Any, ...] = (),
         timeout_s: float = 120.0,
+        keep_workers: bool = False,
     ) -> list[Any]:
         """Call `function(*args)` in every rank and return the results, by rank.
 
@@ -151,17 +176,25 @@ class Worlds:
             ranks: Number of ranks.
             devices: Number of XLA devices of each rank.
             args: Its arguments, equal on every rank.
-            timeout_s: Limit of the whole run, in seconds.
+            timeout_s: Limit of the whole run, in seconds. Starting workers does not
+                count.
+            keep_workers: Use the workers again even if a rank fails, because the
+                failure leaves nothing behind, such as a message under way.
 
         Raises:
             WorldsFailed: A rank failed or did not end in time.
         """
         outcomes = self.run_outcomes(
-            function, ranks=ranks, devices=devices, args=args, timeout_s=timeout_s
+            function,
+            ranks=ranks,
+            devices=devices,
+            args=args,
+            timeout_s=timeout_s,
+            keep_workers=keep_workers,
         )
         failed = [
-            f"--- rank {rank} of {ranks}, {devices} devices: {outcome.error}\n"
-            f"{outcome.traceback}"
+            f"--- rank {rank} of {ranks}, {devices} devices: {outcome.error}: "
+            f"{outcome.message}\n{outcome.traceback}"
             for rank, outcome in enumerate(outcomes)
             if outcome.error
         ]
@@ -177,53 +210,92 @@ class Worlds:
         devices: int = 1,
         args: tuple[Any, ...] = (),
         timeout_s: float = 120.0,
+        keep_workers: bool = False,
     ) -> list[Outcome]:
-        """Do as `run`, but return how each rank ended and raise nothing."""
+        """Do as `run`, but return how each rank ended instead of raising.
+
+        Raises:
+            WorldsFailed: A worker could not be started.
+        """
+        task = {
+            "module": function.__module__,
+            "function": function.__qualname__,
+            "args": pickle.dumps(args),
+            "path": sys.path,
+        }
         workers = self._take(ranks, devices)
-        port = _free_port()
-        for rank, worker in enumerate(workers):
-            worker.connection.send(
-                {
-                    "module": function.__module__,
-                    "function": function.__qualname__,
-                    "args": pickle.dumps(args),
-                    "env": _torchrun_env(rank, ranks, port),
-                    "path": sys.path,
-                }
-            )
-        outcomes = _collect(workers, timeout_s)
-        self._idle.setdefault(devices, []).extend(
-            worker
-            for worker, outcome in zip(workers, outcomes, strict=True)
-            if outcome.error not in (_KILLED, _DIED)
-        )
+        try:
+            port = _free_port()
+            for rank, worker in enumerate(workers):
+                worker.begin(task | {"env": _torchrun_env(rank, ranks, port)})
+            outcomes = _collect(workers, timeout_s)
+        except BaseException:
+            # An interrupt, say of pytest-timeout: the ranks may hang.
+            for worker in workers:
+                worker.kill()
+            raise
+        keep = keep_workers or not any(outcome.error for outcome in outcomes)
+        self._put_back(workers, devices, keep)
         return outcomes
 
     def close(self) -> None:
         """End all workers."""
-        for workers in self._idle.values():
-            for worker in workers:
-                worker.close()
-        self._idle.clear()
+        self._close_idle(keep=0)
 
     def _take(self, ranks: int, devices: int) -> list[_Worker]:
         """Take idle workers, and start those that are missing."""
         idle = self._idle.setdefault(devices, [])
-        taken = [idle.pop(0) for _ in range(min(ranks, len(idle)))]
-        others = [w for workers in self._idle.values() for w in workers]
-        missing = ranks - len(taken)
-        for worker in others[: max(0, len(others) + ranks - _MAX_IDLE)]:
-            for workers in self._idle.values():
-                if missing and worker in workers:
-                    workers.remove(worker)
-                    worker.close()
-        return taken + [_Worker(devices) for _ in range(missing)]
+        for worker in [worker for worker in idle if not worker.is_alive()]:
+            idle.remove(worker)
+            worker.close()
+        taken, idle[:] = idle[:ranks], idle[ranks:]
+        if len(taken) == ranks:
+            return taken
+        self._close_idle(keep=max(0, _MAX_IDLE - ranks))
+        try:
+            return taken + _start(ranks - len(taken), devices)
+        except BaseException:
+            idle += taken
+            raise
+
+    def _put_back(self, workers: list[_Worker], devices: int, keep: bool) -> None:
+        """Make workers idle again; close them if they must not or cannot be used."""
+        for worker in workers:
+            if keep and worker.is_alive() and worker.is_ready(GRACE_S):
+                self._idle[devices].append(worker)
+            else:
+                worker.close()
+
+    def _close_idle(self, *, keep: int) -> None:
+        excess = sum(map(len, self._idle.values())) - keep
+        for workers in self._idle.values():
+            while workers and excess > 0:
+                workers.pop(0).close()
+                excess -= 1
+
+
+def _start(num_workers: int, devices: int) -> list[_Worker]:
+    """Start workers side by side, since each imports torch_xla first."""
+    workers: list[_Worker] = []
+    try:
+        workers += (_Worker(devices) for _ in range(num_workers))
+        for worker in workers:
+            if not worker.is_ready(_START_S):
+                raise WorldsFailed(
+                    f"a worker did not start within {_START_S:g} s:\n{worker.output()}"
+                )
+    except BaseException:
+        for worker in workers:
+            worker.kill()
+        raise
+    return workers
 
 
 def _collect(workers: list[_Worker], timeout_s: float) -> list[Outcome]:
     """Wait for every rank; kill those that do not end."""
     outcomes: dict[int, Outcome] = {}
     limit = time.monotonic() + timeout_s
+    reason = f"still running after {timeout_s:g} s"
     while len(outcomes) < len(workers):
         waiting = {
             worker.connection: rank
@@ -233,35 +305,68 @@ def _collect(workers: list[_Worker], timeout_s: float) -> list[Outcome]:
         for ready in wait(list(waiting), max(0.0, limit - time.monotonic())):
             rank = waiting[ready]  # type: ignore[index]
             outcomes[rank] = _outcome(workers[rank])
-            if outcomes[rank].error:
-                limit = min(limit, time.monotonic() + GRACE_S)
+            if outcomes[rank].error and time.monotonic() + GRACE_S < limit:
+                limit = time.monotonic() + GRACE_S
+                reason = f"still running {GRACE_S:g} s after rank {rank} failed"
         if time.monotonic() >= limit:
-            for rank in set(range(len(workers))) - set(outcomes):
+            late = sorted(set(range(len(workers))) - set(outcomes))
+            stacks = _kill([workers[rank] for rank in late])
+            for rank, stack in zip(late, stacks, strict=True):
                 outcomes[rank] = Outcome(
                     error=_KILLED,
-                    message="still running after the time limit",
-                    traceback=workers[rank].kill(),
+                    message=f"{reason}, killed",
+                    traceback=stack,
+                    pid=workers[rank].pid,
                 )
     return [outcomes[rank] for rank in range(len(workers))]
+
+
+def _kill(workers: Sequence[_Worker]) -> list[str]:
+    """End workers at once; return each one's stacks, then its output."""
+    starts = [worker.num_log_bytes() for worker in workers]
+    printed = [worker.output() for worker in workers]
+    for worker in workers:
+        worker.ask_for_stacks()
+    time.sleep(_DUMP_S)
+    texts = []
+    for worker, start, output in zip(workers, starts, printed, strict=True):
+        texts.append(f"{worker.output(start)}\n--- output\n{output}")
+        worker.kill()
+    return texts
 
 
 def _outcome(worker: _Worker) -> Outcome:
     try:
         kind, content = worker.connection.recv()
-    except (EOFError, ConnectionResetError):
-        output = worker.output()
-        worker.close()
-        return Outcome(error=_DIED, message="the process ended", traceback=output)
+    except (EOFError, ConnectionError):
+        # The process may not have ended yet, only its connection.
+        output, code = worker.output(), worker.close()
+        return Outcome(
+            error=_DIED,
+            message=f"the process ended with code {code}",
+            traceback=f"--- output\n{output}",
+            pid=worker.pid,
+        )
     if kind == "value":
         return Outcome(value=pickle.loads(content), pid=worker.pid)
     error, message, trace = content
-    output = worker.output()
     return Outcome(
         error=error,
         message=message,
-        traceback=f"{trace}\n--- output\n{output}",
+        traceback=f"{trace}\n--- output\n{worker.output()}",
         pid=worker.pid,
     )
+
+
+def _worker_env(num_devices: int) -> dict[str, str]:
+    return {
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": str(num_devices),
+        # The ranks share the machine's cores.
+        "OMP_NUM_THREADS": "1",
+        # One notice per compiled program would hide what a test prints.
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
 
 
 def _torchrun_env(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -37,6 +37,7 @@ from torch_xla_pp.transport.inbox import Parcel
 from torch_xla_pp.transport.rendezvous import Rendezvous
 from torch_xla_pp.transport.shards import (
     Description,
+    assign,
     check_alike,
     fill,
     from_bytes,
@@ -190,8 +191,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
 
         def finish(parcels: list[Parcel]) -> None:
             values = [unpack(parcel.header, parcel.parts) for parcel in parcels]
-            with torch.no_grad():
-                output.copy_(torch.stack(values).reshape(output.shape))
+            assign(output, torch.stack(values).reshape(output.shape))
 
         return self._share(tensor, "all_gather_into_tensor", finish)
 

@@ -95,13 +95,20 @@ def fill(tensor: Tensor, parcel: Parcel, what: str) -> None:
             f"{what}: expected {own}, got {sent}. Use a tensor of the sender's shape, "
             "dtype and sharding."
         )
-    value = unpack(sent, parcel.parts)
+    assign(tensor, unpack(sent, parcel.parts))
+
+
+def assign(tensor: Tensor, value: Tensor) -> None:
+    """Write `value` into `tensor`, with its sharding, on the device.
+
+    A copy, as `tensor` may be a parameter, `parameter.data` or a part of another
+    tensor: to exchange the buffers behind it would not reach the others. The program
+    that copies is compiled once for each shape and sharding. A value that does not
+    divide evenly becomes replicated: no XLA program has outputs split in that way.
+    """
     with torch.no_grad():
-        # A new value for a view would not reach the tensor that it is a view of.
-        if tensor._is_view():
-            tensor.copy_(value)
-        else:
-            xla_compat.rebind(tensor, value)
+        tensor.copy_(value)
+    xla_compat.materialize([tensor])
 
 
 def check_alike(others: Mapping[int, Description], rank: int, own: Description) -> None:
