@@ -74,7 +74,9 @@ def make(shape: tuple[int, ...]) -> None:
 def test_a_mesh_that_does_not_fit_the_job(
     worlds: Worlds, shape: tuple[int, ...], fault: str, hint: str
 ) -> None:
-    outcomes = worlds.run_outcomes(make, ranks=2, devices=2, args=(shape,))
+    outcomes = worlds.run_outcomes(
+        make, ranks=2, devices=2, args=(shape,), keep_workers=True
+    )
     for outcome in outcomes:
         assert outcome.error == "ValueError"
         assert fault in outcome.message
@@ -86,7 +88,9 @@ def make_too_early() -> None:
 
 
 def test_a_mesh_before_the_process_group(worlds: Worlds) -> None:
-    for outcome in worlds.run_outcomes(make_too_early, ranks=2, devices=2):
+    for outcome in worlds.run_outcomes(
+        make_too_early, ranks=2, devices=2, keep_workers=True
+    ):
         assert outcome.error == "ValueError"
         assert 'Call dist.init_process_group("xla_pp")' in outcome.message
 
@@ -97,7 +101,9 @@ def make_over_gloo() -> None:
 
 
 def test_a_mesh_over_another_backend(worlds: Worlds) -> None:
-    for outcome in worlds.run_outcomes(make_over_gloo, ranks=2, devices=2):
+    for outcome in worlds.run_outcomes(
+        make_over_gloo, ranks=2, devices=2, keep_workers=True
+    ):
         assert outcome.error == "ValueError"
         assert "gloo" in outcome.message
         assert "xla_pp" in outcome.message
@@ -109,6 +115,8 @@ def use_backend_xla() -> None:
 
 
 def test_backend_xla_under_spmd_says_what_to_use(worlds: Worlds) -> None:
-    for outcome in worlds.run_outcomes(use_backend_xla, ranks=2, devices=2):
+    for outcome in worlds.run_outcomes(
+        use_backend_xla, ranks=2, devices=2, keep_workers=True
+    ):
         assert outcome.error == "ValueError"
         assert 'dist.init_process_group("xla_pp")' in outcome.message

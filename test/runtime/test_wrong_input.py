@@ -28,7 +28,9 @@ def raised_on_every_rank(
 ) -> list[str]:
     """Run on two ranks; return the errors, which must come long before a time limit."""
     start = time.monotonic()
-    outcomes = worlds.run_outcomes(function, ranks=2, devices=devices, args=args)
+    outcomes = worlds.run_outcomes(
+        function, ranks=2, devices=devices, args=args, keep_workers=True
+    )
     assert time.monotonic() - start < 60
     assert all(outcome.error for outcome in outcomes), outcomes
     return [f"{outcome.error}: {outcome.message}" for outcome in outcomes]
