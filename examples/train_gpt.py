@@ -1,14 +1,13 @@
 """Train a character-level GPT as a pipeline of SPMD worlds.
 
 One learns the whole path from a model to training under any of torch's schedules.
-The text is Python's own documentation, which every CPython ships.
+The text is Python's own documentation, which every CPython ships. Lines marked
+`# xpp` are all that differs from a script for GPUs.
 
     CPU_NUM_DEVICES=2 torchrun --nproc-per-node 2 examples/train_gpt.py
-    CPU_NUM_DEVICES=2 torchrun --nproc-per-node 2 examples/train_gpt.py \
-        --schedule ZBVZeroBubble
 
-Lines marked `# xpp` are all that differs from a script for GPUs. The last line is
-`final val loss X`: the mean cross-entropy per character of held-out text, in nats.
+The last line is `final val loss X`: the mean cross-entropy per character of held-out
+text, in nats.
 """
 
 import argparse
@@ -76,11 +75,11 @@ def batch(text: Tensor, rows: int, generator: torch.Generator) -> tuple[Tensor, 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--schedule", default="1F1B")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--schedule", default="1F1B", help="a class of torch, by name")
+    for option, default in (("steps", 200), ("batch", 64), ("microbatches", 8)):
+        parser.add_argument(f"--{option}", type=int, default=default)
     args = parser.parse_args()
+    name = args.schedule.removeprefix("Schedule")
 
     dist.init_process_group("xla_pp")  # xpp
     rank, ranks, device = dist.get_rank(), dist.get_world_size(), xpp.device()  # xpp
@@ -88,27 +87,23 @@ def main() -> None:
 
     # The stages of this rank: one; or two, placed in a loop or in a V.
     num_stages, mine = ranks, [rank]
-    if args.schedule in LOOPED + V_SHAPED:
+    if name in LOOPED + V_SHAPED:
         num_stages = 2 * ranks
-        is_looped = args.schedule in LOOPED
-        mine.append(rank + ranks if is_looped else num_stages - 1 - rank)
+        mine.append(rank + ranks if name in LOOPED else num_stages - 1 - rank)
     cuts = [math.ceil(i * LAYERS / num_stages) for i in range(1, num_stages)]
 
-    text = "\n".join(topics[name] for name in sorted(topics))
+    text = "\n".join(topics[key] for key in sorted(topics))
     alphabet = sorted(set(text))
     data = torch.tensor([alphabet.index(character) for character in text])
     train, held_out = data[: -len(data) // 10], data[-len(data) // 10 :]
     torch.manual_seed(0)
-    pipe = xpp.pipeline(  # xpp
-        GPT(len(alphabet)),
-        mb_args=(torch.zeros(args.batch // args.microbatches, LENGTH).long(),),
-        split_spec={f"layers.{i}": SplitPoint.BEGINNING for i in cuts},
-    )
-    group, local = mesh.get_group("pp"), mesh["data"]
-    stages = [pipe.build_stage(i, device, group, mesh=local) for i in mine]  # xpp
+    example = torch.zeros(args.batch // args.microbatches, LENGTH).long()
+    spec = {f"layers.{i}": SplitPoint.BEGINNING for i in cuts}
+    pipe = xpp.pipeline(GPT(len(alphabet)), mb_args=(example,), split_spec=spec)  # xpp
+    stages = [pipe.build_stage(i, device, mesh=mesh["data"]) for i in mine]  # xpp
     parameters = [p for stage in stages for p in stage.submod.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=3e-3)
-    schedule = get_schedule_class(args.schedule)(
+    schedule = get_schedule_class(name)(
         stages[0] if len(stages) == 1 else stages, args.microbatches, loss_fn=loss_fn
     )
     is_first, is_last = 0 in mine, num_stages - 1 in mine
@@ -116,8 +111,8 @@ def main() -> None:
     def call(run: Callable[..., Any], x: Tensor, y: Tensor) -> tuple[Any, float]:
         """Run `step` or `eval` on one batch; return the output and the loss."""
         losses: list[Tensor] = []
-        targets = {"target": y.to(device), "losses": losses} if is_last else {}
-        output = run(*((x.to(device),) if is_first else ()), **targets)
+        target = {"target": y.to(device), "losses": losses} if is_last else {}
+        output = run(*((x.to(device),) if is_first else ()), **target)
         return output, sum(loss.item() for loss in losses) / args.microbatches
 
     generator = torch.Generator().manual_seed(1)
@@ -141,12 +136,12 @@ def main() -> None:
         if is_last:
             odds = torch.softmax(output[:, -1].cpu() / 0.7, dim=-1)
             following = torch.multinomial(odds, 1, generator=generator)
-        dist.broadcast(following, 0 if args.schedule in V_SHAPED else ranks - 1)
+        dist.broadcast(following, 0 if name in V_SHAPED else ranks - 1)
         window = torch.cat([window[:, 1:], following], dim=1)
     if is_last:
         print("sample:", repr("".join(alphabet[i] for i in window[0].tolist())))
-        frequencies = torch.bincount(data) / len(data)
-        print(f"unigram entropy {-(frequencies * frequencies.log()).sum():.3f}")
+        unigrams = torch.bincount(data) / len(data)
+        print(f"unigram entropy {torch.special.entr(unigrams).sum():.3f}")
         print(f"final val loss {val_loss:.3f}", flush=True)
     dist.destroy_process_group()
 

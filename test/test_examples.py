@@ -10,7 +10,7 @@ pytestmark = pytest.mark.worlds
 SMALL = ("--steps", "6", "--batch", "16", "--microbatches", "4")
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ScheduleZBVZeroBubble"])
 def test_train_gpt_learns_and_ends_with_its_loss(schedule: str) -> None:
     script = ROOT / "examples" / "train_gpt.py"
     printed = torchrun(script, *SMALL, "--schedule", schedule, ranks=2, devices=2)

@@ -40,11 +40,6 @@ def is_spmd() -> bool:
     return bool(xr.is_spmd())
 
 
-def is_client_created() -> bool:
-    """Return whether the XLA client, and with it the device count, is fixed."""
-    return bool(_XLAC._xla_runtime_is_initialized())
-
-
 def num_local_devices() -> int:
     """Return the number of XLA devices of this process."""
     return int(xr.addressable_runtime_device_count())
@@ -77,11 +72,6 @@ def annotate(tensor: Tensor, sharding: OpSharding) -> None:
     are on the device are downloaded and uploaded again.
     """
     _XLAC._xla_mark_sharding(tensor, sharding)
-
-
-def clear_annotation(tensor: Tensor) -> None:
-    """Remove the sharding of `tensor`, so that another may be given."""
-    _XLAC._xla_clear_sharding(tensor)
 
 
 def are_pending(tensors: Sequence[Tensor]) -> list[bool]:
@@ -173,11 +163,6 @@ def compile_graph(outputs: Sequence[Tensor]) -> GraphHash:
 def run_graph(graph_hash: GraphHash, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Enqueue a compiled graph on `parameters`, which must be device data."""
     return list(_XLAC._run_cached_graph(graph_hash, list(parameters)))
-
-
-def graph_hlo(outputs: Sequence[Tensor]) -> str:
-    """Return the HLO text of pending `outputs`, before optimisation."""
-    return str(_XLAC._get_xla_tensors_hlo(list(outputs)))
 
 
 def seed_id() -> int:

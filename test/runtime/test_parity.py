@@ -43,10 +43,21 @@ def test_two_ranks_train_as_one_process(
     check(worlds.run(train, ranks=2, devices=devices, args=(job,)))
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("frontend", ["traced", "manual"])
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
-def test_four_ranks_train_as_one_process(worlds: Worlds, schedule: str) -> None:
-    job = Job(schedule=schedule, ranks=4, num_microbatches=8, rows=16)
-    check(worlds.run(train, ranks=4, devices=1, args=(job,)))
+def test_four_ranks_train_as_one_process(
+    worlds: Worlds, schedule: str, frontend: str, devices: int
+) -> None:
+    job = Job(
+        schedule=schedule,
+        frontend=frontend,
+        ranks=4,
+        devices=devices,
+        num_microbatches=8,
+        rows=16,
+    )
+    check(worlds.run(train, ranks=4, devices=devices, args=(job,)))
 
 
 def test_bfloat16_trains_as_one_process(worlds: Worlds) -> None:

@@ -227,7 +227,7 @@ def train(job: Job) -> Report:
         x, y = batch(job, step)
         before = _counters()
         output, losses = run_step(job, schedule, stages, x, y)
-        if step > 1:
+        if step > 0:
             after = _counters()
             for name in COUNTERS:
                 grown = after[name] - before[name]

@@ -49,11 +49,6 @@ class Program:
         self._parameters: list[int | Tensor] = []
         self._seed_slots: list[int] = []
 
-    @property
-    def is_random(self) -> bool:
-        """Return whether the program reads the random seed (known once traced)."""
-        return bool(self._seed_slots)
-
     def __call__(
         self, values: Mapping[str, Tensor], seed: int = 0
     ) -> dict[str, Tensor]:

@@ -2,13 +2,10 @@
 
 A schedule calls `forward_one_chunk`, `backward_one_chunk` and
 `backward_weight_one_chunk` in its order; each call receives what it needs, enqueues
-one program, and sends what others need. So the schedule has no communication to do,
-and the stage answers with empty lists when asked for send and receive operations.
+one program, and sends what others need.
 
 Law: gradients are scaled once. The derivative of the loss is divided by the number of
-microbatches before it enters the last stage's backward, so that `scale_grads` has
-nothing left to do: upstream 2.9 calls it in `eval` as well, and not after the
-backward-weight actions of `_PipelineScheduleRuntime`.
+microbatches before it enters the last stage's backward.
 """
 
 import contextlib
@@ -38,9 +35,9 @@ from torch_xla_pp.runtime.plan import (
     describe_all,
     spec_of,
 )
+from torch_xla_pp.runtime.silent_stage import SilentStage
 from torch_xla_pp.runtime.torch_compat import (
     Schedule,
-    StageBase,
     calling_schedule,
     local_stages,
     num_microbatches,
@@ -51,7 +48,7 @@ from torch_xla_pp.transport import Message, of_group
 T = TypeVar("T")
 
 
-class XlaPipelineStage(StageBase):
+class XlaPipelineStage(SilentStage):
     """Run one stage of a pipeline as compiled XLA programs.
 
     Made by `Pipe.build_stage` or as `PipelineStage`. All ranks of `group` must make
@@ -137,10 +134,6 @@ class XlaPipelineStage(StageBase):
 
     # Called by a schedule before its first step.
 
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Return nothing: there is no connection to set up."""
-        return []
-
     def _prepare_forward_infra(
         self,
         num_microbatches: int,
@@ -172,13 +165,6 @@ class XlaPipelineStage(StageBase):
                 )
         if stages[-1] is self:
             self._pg.rendezvous.exchange("ready", None)
-        return ()
-
-    def _prepare_backward_infra(self, num_microbatches: int) -> None:
-        """Do nothing: a backward needs no buffers and no agreement of its own."""
-
-    def _create_grad_recv_info(self, act_send_info: dict[Any, Any]) -> tuple[Any, ...]:
-        """Return nothing: gradients are received by the backward itself."""
         return ()
 
     def _claim(self, schedule: Schedule, stages: Sequence[Any]) -> None:
@@ -314,9 +300,6 @@ class XlaPipelineStage(StageBase):
             programs = variant.programs
             sums = programs.backward_weight(self._fixed(programs), residual)
             self._count_backward(plan, sums)
-
-    def scale_grads(self, grad_scale_factor: int) -> None:
-        """Do nothing: gradients were scaled on their way, see the module's law."""
 
     def _inputs(
         self,
@@ -473,36 +456,6 @@ class XlaPipelineStage(StageBase):
         """Let the other ranks know of an error that stops this one."""
         with self._pg.rendezvous.reporting():
             yield
-
-    # Communication that a schedule asks for: none, see the module's docstring.
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return nothing: the forward receives by itself."""
-        return []
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return nothing: the forward sends by itself."""
-        return []
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return nothing: the backward receives by itself."""
-        return []
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return nothing: the backward sends by itself."""
-        return []
-
-    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Do nothing: stages of one rank hand values over by themselves."""
-
-    def get_local_bwd_output(self, mb_index: int) -> tuple[Any, ...]:
-        """Return nothing: stages of one rank hand gradients over by themselves."""
-        return ()
-
-    def set_local_bwd_input(
-        self, next_stage_bwd_outputs: tuple[Any, ...], mb_index: int
-    ) -> None:
-        """Do nothing: stages of one rank hand gradients over by themselves."""
 
 
 def _check_index(stage_index: int, num_stages: int) -> None:

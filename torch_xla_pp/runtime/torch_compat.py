@@ -8,9 +8,7 @@ import torch
 from torch import fx
 from torch.distributed.pipelining import Pipe
 from torch.distributed.pipelining import pipeline as _upstream_pipeline
-from torch.distributed.pipelining._utils import (
-    generate_stage_to_rank_mapping as _generate_mapping,
-)
+from torch.distributed.pipelining._IR import _modify_graph_op_device
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -18,7 +16,6 @@ __all__ = [
     "Pipe",
     "StageBase",
     "calling_schedule",
-    "default_placement",
     "local_stages",
     "move_factories_to",
     "num_microbatches",
@@ -64,11 +61,6 @@ def scales_grads(schedule: Schedule) -> bool:
     return schedule.scale_grads
 
 
-def default_placement(num_ranks: int, num_stages: int) -> dict[int, int]:
-    """Return stage → rank of a schedule that places stages in a loop."""
-    return dict(_generate_mapping(num_ranks, num_stages))
-
-
 def trace_and_split(*args: Any, **kwargs: Any) -> Pipe:
     """Call upstream's `pipeline`, without its warnings on its own internals."""
     with warnings.catch_warnings():
@@ -82,6 +74,4 @@ def move_factories_to(module: torch.nn.Module, device: torch.device) -> None:
     The trace has the device of the traced model built in.
     """
     if isinstance(module, fx.GraphModule):
-        from torch.distributed.pipelining._IR import _modify_graph_op_device
-
         _modify_graph_op_device(module, device)
