@@ -1,6 +1,7 @@
 """What a stage's module may do, compared with the unsplit model on two ranks."""
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -238,6 +239,28 @@ def test_dropout_differs_by_microbatch_stage_and_step_and_is_off_in_eval(
     assert torch.equal(kept, torch.ones(64, 32))
     same, _, _ = worlds.run(drop, ranks=2, devices=2, args=(1,))[1]["outputs"]
     assert torch.equal(first, same)
+
+
+def evaluate_late() -> list[float]:
+    """Rank 1 evaluates long after rank 0 has sent its part and left."""
+    mesh = start()
+    rank = mesh.get_local_rank("pp")
+    stage = xpp.PipelineStage(nn.Identity(), rank, 2, xpp.device(), mesh=mesh["data"])
+    schedule = ScheduleGPipe(stage, 2, loss_fn=F.mse_loss)
+    found = []
+    for number in range(4):
+        x, y = data(number)
+        if rank == 0:
+            schedule.eval(x)
+        else:
+            time.sleep(1)
+            output = schedule.eval(target=y.to(xpp.device()), losses=[])
+            found.append(float((output.cpu() - x).abs().max()))
+    return found
+
+
+def test_a_rank_may_leave_when_it_has_done_its_part(worlds: Worlds) -> None:
+    assert worlds.run(evaluate_late, ranks=2, devices=2)[1] == [0.0] * 4
 
 
 def two_schedules() -> list[float]:

@@ -129,8 +129,16 @@ class Rendezvous:
             raise
 
     def calm(self) -> bool:
-        """Return whether no failure waits to be raised; one call of the store."""
-        return not self._has(self._report_key())
+        """Return whether no failure waits to be raised; one call of the store.
+
+        A store that is gone counts as calm: its rank may have done its part and left.
+        Whoever still needs something of that rank finds out by missing it.
+        """
+        try:
+            return not self._has(self._report_key())
+        except StoreLost as lost:
+            _logger.debug("%s", lost)
+            return True
 
     def check(self) -> None:
         """Raise if any rank has reported a failure, once for each failure.
@@ -171,13 +179,7 @@ class Rendezvous:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         start_s = time.monotonic()
         while not is_ready(min(POLL_S, max(0.0, start_s + limit_s - time.monotonic()))):
-            try:
-                self.check()
-            except StoreLost:
-                # The store's rank may be the one waited for, which says more.
-                if is_ready(POLL_S):
-                    return
-                raise
+            self.check()
             if time.monotonic() - start_s >= limit_s:
                 raise TransportTimeout(
                     f"rank {self.rank} waited {limit_s:g} s for {missing()}. See "
