@@ -141,3 +141,14 @@ def test_a_timeout_names_the_rank_the_matter_and_the_seconds() -> None:
         TransportTimeout, match=r"rank 0 waited 0.3 s for rank 1: 'plan'"
     ):
         a.read("plan", 1)
+
+
+def test_what_a_channel_told_is_raised_once_without_the_store() -> None:
+    a, b = ranks(2)
+    a.join(b.tell)
+    a.report(ValueError("first"))
+    b.tell(0, {"rank": 7, "type": "TypeError", "text": "later", "context": ""})
+    with pytest.raises(ValueError, match="first"):
+        b.check()
+    b.tell(0, {"rank": 7, "type": "TypeError", "text": "too late", "context": ""})
+    assert b.calm()

@@ -197,6 +197,23 @@ def test_what_was_sent_before_leaving_the_group_arrives(worlds: Worlds) -> None:
     worlds.run(leave_after_the_last_send, ranks=2, devices=2)
 
 
+def fail_and_leave_at_once() -> str:
+    group = start()
+    if group.rank() == 0:
+        group.rendezvous.report(ValueError("bad batch"))
+        dist.destroy_process_group()
+        return ""
+    time.sleep(1.5)
+    with pytest.raises(ValueError) as caught:
+        group.rendezvous.exchange("x", 1)
+    return str(caught.value)
+
+
+def test_the_error_of_a_rank_that_left_is_not_lost(worlds: Worlds) -> None:
+    _, text = worlds.run(fail_and_leave_at_once, ranks=2, devices=1)
+    assert text == "bad batch (raised on rank 0)"
+
+
 def one_rank_is_killed(victim: int) -> None:
     group = start()
     if group.rank() == victim:

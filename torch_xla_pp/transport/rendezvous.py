@@ -6,6 +6,9 @@ rank leaves a generation in the same way, by raising once: its own error or the 
 one reported. What belongs to an older generation (rounds, messages) is void, hence a
 step after a failed one never meets leftovers of it.
 
+A report goes to the store and through every *channel* that has joined: the store ends
+with its process, perhaps before a peer has looked, and asking it takes a round trip.
+
 Not for large or frequent data: every call is a round trip to the store.
 """
 
@@ -28,6 +31,10 @@ _FIRST_NAP_S = 0.001
 _SHARED_BUILTINS = ("ValueError", "TypeError", "RuntimeError")
 
 _logger = logging.getLogger(__name__)
+
+
+# Tells the peers, without waiting for them: the generation that ends, and the report.
+Channel = Callable[[int, dict[str, Any]], None]
 
 
 class StoreLost(TransportError):
@@ -53,6 +60,20 @@ class Rendezvous:
         self._generation = 0
         self._rounds: Counter[str] = Counter()
         self._relayed: BaseException | None = None
+        self._channels: list[Channel] = []
+        self._told: dict[int, dict[str, Any]] = {}
+
+    def join(self, channel: Channel) -> None:
+        """Send the reports of this rank through `channel`, too."""
+        self._channels.append(channel)
+
+    def tell(self, generation: int, report: dict[str, Any]) -> None:
+        """Take a peer's report from a channel; any thread may call.
+
+        Of several for one generation the first counts.
+        """
+        if generation >= self._generation:
+            self._told.setdefault(generation, report)
 
     @property
     def generation(self) -> int:
@@ -113,10 +134,12 @@ class Rendezvous:
             "text": str(error) or type(error).__name__,
             "context": context,
         }
+        for channel in self._channels:
+            channel(self._generation, report)
         try:
             self._store.compare_set(self._report_key(), "", json.dumps(report))
         except RuntimeError as lost:
-            _logger.warning("the peers were not told of %r: %s", error, lost)
+            _logger.warning("the store was not told of %r: %s", error, lost)
         self._advance()
 
     @contextmanager
@@ -134,6 +157,8 @@ class Rendezvous:
         A store that is gone counts as calm: its rank may have done its part and left.
         Whoever still needs something of that rank finds out by missing it.
         """
+        if self._generation in self._told:
+            return False
         try:
             return not self._has(self._report_key())
         except StoreLost as lost:
@@ -150,7 +175,9 @@ class Rendezvous:
         """
         if self.calm():
             return
-        report = json.loads(self._store.get(self._report_key()))
+        report = self._told.get(self._generation)
+        if report is None:
+            report = json.loads(self._store.get(self._report_key()))
         self._advance()
         where = f": {report['context']}" if report["context"] else ""
         error = _shared_type(report["type"])(
@@ -188,12 +215,21 @@ class Rendezvous:
                 )
 
     def _set(self, key: str, value: Any) -> None:
-        self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]
+        with self._asking():
+            self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]
 
     def _has(self, key: str) -> bool:
-        try:
+        with self._asking():
             return self._store.check([key])
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Raise what ended the job, or else StoreLost, when the store is gone."""
+        try:
+            yield
         except RuntimeError as lost:
+            if self._generation in self._told:
+                self.check()
             raise StoreLost(
                 f"rank {self.rank}: the store of the job is gone: {lost}. It lives in "
                 f"torchrun or in rank 0: look there for the first error."
@@ -216,7 +252,8 @@ class Rendezvous:
             return True
 
         self.wait_until(is_there, timeout_s, lambda: f"rank {from_rank}: {name!r}")
-        return pickle.loads(self._store.get(key))
+        with self._asking():
+            return pickle.loads(self._store.get(key))
 
     def _round_key(self, name: str, number: int, rank: int) -> str:
         return f"round/{self._generation}/{name}/{number}/{rank}"
@@ -225,6 +262,7 @@ class Rendezvous:
         return f"report/{self._generation}"
 
     def _advance(self) -> None:
+        self._told.pop(self._generation, None)
         self._generation += 1
         self._rounds.clear()
 

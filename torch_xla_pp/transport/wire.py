@@ -39,6 +39,7 @@ from torch_xla_pp.transport.rendezvous import Rendezvous, StoreLost
 _HEAD_BYTES = 512
 _SIZE = struct.Struct("<q")
 _FAREWELL = -1
+_REPORT: Key = ("report",)
 _GLOO_TAG = 0
 _FOREVER = timedelta(days=3650)
 _CLOSE_S = 5.0
@@ -76,6 +77,7 @@ class Wire:
             for peer in range(rendezvous.size)
             if peer != self._rank
         ]
+        rendezvous.join(self._report)
 
     @property
     def rank(self) -> int:
@@ -165,6 +167,13 @@ class Wire:
             f"{self._rank}). Look for the first error of rank {peer}."
         )
 
+    def _report(self, generation: int, report: Any) -> None:
+        """Tell every peer that is still there of this rank's failure."""
+        for peer in range(self._rendezvous.size):
+            if peer != self._rank:
+                with contextlib.suppress(RuntimeError):
+                    self._post(peer, _encode((generation, _REPORT, [], report)))
+
     def _post(self, peer: int, buffers: list[Tensor]) -> None:
         with self._lock:
             if peer in self._parted:
@@ -199,6 +208,9 @@ class Wire:
         try:
             while (meta := self._read_meta(peer)) is not None:
                 generation, key, sizes, header = meta
+                if key == _REPORT:
+                    self._rendezvous.tell(generation, header)
+                    continue
                 parts = self._read(peer, sizes)
                 self._inbox.deliver(generation, peer, key, Parcel(header, parts))
                 del parts
