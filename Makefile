@@ -5,13 +5,16 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CSRC := $(wildcard csrc/*.cc csrc/*.h csrc/test/*.cc)
+MATCHING := $(addprefix csrc/,engine.cc executor.cc inbox.cc message.cc)
 
-.PHONY: help demo test lint types format clean
+.PHONY: help demo test lint types format sanitize clean
 
 help:
 	@echo "make demo    train a GPT on two ranks of two devices (ARGS='--schedule ZBVZeroBubble')"
 	@echo "make test    run the tests (ARGS='-m pure' for the fast ones)"
 	@echo "make lint    check format and style      make types   check types"
+	@echo "make sanitize  run the C++ matching code under sanitizers"
 	@echo "make format  format the code             make clean   remove what was built"
 
 demo: $(STAMP)
@@ -23,6 +26,7 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror $(CSRC)
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -30,11 +34,21 @@ types: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CSRC)
+
+# The matching of messages under the thread and the address sanitizer.
+sanitize: build/engine_test.thread build/engine_test.address
+	build/engine_test.thread
+	build/engine_test.address
+
+build/engine_test.%: csrc/test/engine_test.cc $(MATCHING) $(wildcard csrc/*.h)
+	@mkdir -p build
+	$(CXX) -std=c++17 -g -O1 -Wall -Wextra -fsanitize=$* -fno-omit-frame-pointer -o $@ $(filter %.cc,$^) -lpthread
 
 clean:
-	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build torch_xla_pp/*.so *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-$(STAMP): pyproject.toml setup.py constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	@test -x $(BIN)/python || { \
 	  "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
 	    { echo "Python 3.11 is needed, got: $$("$(PYTHON)" --version). Run make PYTHON=/path/to/python3.11"; exit 1; }; \

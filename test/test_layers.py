@@ -11,7 +11,7 @@ pytestmark = pytest.mark.pure
 PACKAGE = "torch_xla_pp"
 ROOT = Path(__file__).parent.parent / PACKAGE
 LAYERS = (
-    ("errors", "env"),
+    ("errors", "env", "elf"),
     ("mesh", "timeline", "xla_compat"),
     ("graph", "transport"),
     ("plan",),

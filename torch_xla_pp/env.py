@@ -1,6 +1,10 @@
 """Every environment variable that torch_xla_pp reads, in one place."""
 
 import os
+from pathlib import Path
+from typing import Literal, get_args
+
+TransportName = Literal["in_graph", "host"]
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -33,3 +37,35 @@ def timeout_s() -> float:
             f"{text!r}. Unset it or set e.g. TORCH_XLA_PP_TIMEOUT_S=600."
         )
     return seconds
+
+
+def transport() -> TransportName | None:
+    """Return the transport that the user asks for, None for the best there is.
+
+    Set by `TORCH_XLA_PP_TRANSPORT`.
+
+    Raises:
+        ValueError: The variable holds anything else than `in_graph` or `host`.
+    """
+    text = os.environ.get("TORCH_XLA_PP_TRANSPORT", "")
+    for name in get_args(TransportName):
+        if text == name:
+            found: TransportName = name
+            return found
+    if text:
+        raise ValueError(
+            f"TORCH_XLA_PP_TRANSPORT: expected one of {get_args(TransportName)}, got "
+            f"{text!r}. Unset it to use the best one."
+        )
+    return None
+
+
+def master_host() -> str:
+    """Return the name of the job's first host, empty if the launcher gave none."""
+    return os.environ.get("MASTER_ADDR", "")
+
+
+def cache_dir() -> Path:
+    """Return where facts about installed libraries are kept between runs."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "torch_xla_pp"

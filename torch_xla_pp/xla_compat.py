@@ -7,7 +7,9 @@ the empty text means that the tensor has no annotation.
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NewType
 
 import torch
@@ -16,12 +18,19 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import Tensor
 
+from torch_xla_pp import elf, env
+
 _XLAC = torch_xla._XLAC
 
 OpSharding = Any
 GraphHash = NewType("GraphHash", bytes)
 
 _REPLICATED = 0
+_MANUAL = 4
+_TYPED_FFI = 4
+_FFI_API_SYMBOL = "_ZN3xla3ffi12GetXlaFfiApiEv"  # xla::ffi::GetXlaFfiApi()
+
+_logger = logging.getLogger(__name__)
 
 
 def enable_spmd() -> None:
@@ -206,3 +215,90 @@ def sharding_from_args(
     return _XLAC.OpSharding(
         tile_assignment, group_assignment, replication_groups, sharding_type
     )
+
+
+def mesh_sharding_args(mesh: Any, partition: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the arguments of `OpSharding` for a partition over a torch_xla mesh."""
+    return tuple(mesh._get_op_sharding_args(tuple(partition)))
+
+
+def ffi_api_address() -> int:
+    """Return the address of `xla::ffi::GetXlaFfiApi` in torch_xla's own XLA.
+
+    torch_xla 2.9 does not export it. A local symbol of its library gives its place,
+    which is kept by the library's build id.
+
+    Raises:
+        LookupError: It cannot be found, or programs do not run on the CPU client, the
+            only one with host handlers.
+    """
+    kind = xr.device_type()
+    if kind != "CPU":
+        raise LookupError(f"XLA programs run on {kind}, which calls no host handlers")
+    path = Path(_XLAC.__file__).resolve()
+    return elf.base_address(path) + _ffi_api_offset(path)
+
+
+def _ffi_api_offset(path: Path) -> int:
+    library = elf.ElfFile(path)
+    build_id = library.build_id()
+    known = env.cache_dir() / f"ffi-api-{build_id}"
+    try:
+        if build_id and known.exists():
+            return int(known.read_text())
+    except (OSError, ValueError) as error:
+        _logger.debug("%s is not readable: %s", known, error)
+    offset = library.function_address(_FFI_API_SYMBOL)
+    try:
+        if build_id:
+            known.parent.mkdir(parents=True, exist_ok=True)
+            known.write_text(str(offset))
+    except OSError as error:
+        _logger.debug("%s is not writable: %s", known, error)
+    return offset
+
+
+def to_shards(value: Tensor, sharding: OpSharding) -> Tensor:
+    """Enter the part of a graph that is written for one device.
+
+    The value is laid out as `sharding` first.
+    """
+    value = value.clone()
+    _XLAC._xla_mark_sharding(value, sharding)
+    shards: Tensor = _XLAC._spmd_full_to_shard_shape(value)
+    return shards
+
+
+def from_shards(
+    shards: Tensor, sharding: OpSharding, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """Leave the part of a graph that is written for one device."""
+    value: Tensor = _XLAC._spmd_shard_to_full_shape(
+        shards, sharding, list(shape), dtype
+    )
+    return value
+
+
+def custom_call(
+    target: str,
+    operands: Sequence[Tensor],
+    shapes: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+) -> list[Tensor]:
+    """Call a handler of XLA's typed FFI on each device, within `to_shards`.
+
+    torch_xla tells graphs apart by `target` alone: it must differ for other shapes
+    or dtypes, also for those outside of the per-device part. Results may need no
+    order among themselves; a call whose results are unused is dropped.
+    """
+    results = _XLAC._xla_custom_call(
+        list(operands), target, list(shapes), list(dtypes), False, "", _TYPED_FFI, {}
+    )
+    for result in results:
+        _XLAC._xla_mark_sharding(result, _XLAC.OpSharding([], [], [], _MANUAL))
+    return list(results)
+
+
+def hlo_text(outputs: Sequence[Tensor]) -> str:
+    """Return the HLO of pending `outputs`, before partitioning."""
+    return str(_XLAC._get_xla_tensors_hlo(list(outputs)))

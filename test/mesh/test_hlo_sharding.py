@@ -85,3 +85,23 @@ def _flat(nested: object) -> list[int]:
     if isinstance(nested, int):
         return [nested]
     return [number for part in nested for number in _flat(part)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("text", "tiles"),
+    [
+        ("", (0, 0, 0, 0)),
+        ("{devices=[4,1]0,1,2,3}", (0, 1, 2, 3)),
+        ("{devices=[2,2]<=[2,2]T(1,0)}", (0, 2, 1, 3)),
+        ("{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}", (0, 0, 1, 1)),
+        ("{devices=[1,2,2]0,2,1,3 last_tile_dim_replicate}", (0, 1, 0, 1)),
+    ],
+)
+def test_each_device_holds_one_tile(text: str, tiles: tuple[int, ...]) -> None:
+    assert parse_sharding(text).tile_of_device(4) == tiles
+
+
+@pytest.mark.parametrize("text", ["{maximal device=1}", "{devices=[2]0,1}"])
+def test_a_value_must_lie_on_all_devices(text: str) -> None:
+    with pytest.raises(ValueError, match="expected one over all 4 local devices"):
+        parse_sharding(text).tile_of_device(4)

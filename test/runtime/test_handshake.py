@@ -8,12 +8,18 @@ from torch_xla_pp.runtime.handshake import Claim, check_fits, claim_faults
 pytestmark = pytest.mark.pure
 
 
-def claim(*stages: int, num_stages: int = 4, microbatches: int = 8) -> Claim:
+def claim(
+    *stages: int,
+    num_stages: int = 4,
+    microbatches: int = 8,
+    transport: str = "in_graph",
+) -> Claim:
     return Claim(
         stages=stages,
         num_stages=num_stages,
         num_microbatches=microbatches,
         schedule="Schedule1F1B",
+        transport=transport,
     )
 
 
@@ -34,6 +40,12 @@ def test_a_stage_twice_on_one_rank_is_named() -> None:
 
 def test_a_missing_stage_is_named() -> None:
     assert claim_faults([claim(0, 1), claim(2)])[0].startswith("stage 3: expected")
+
+
+def test_ranks_with_other_transports_are_told_what_to_set() -> None:
+    (fault,) = claim_faults([claim(0, 1), claim(2, 3, transport="host")])
+    assert "transport: expected the same on every rank" in fault
+    assert "TORCH_XLA_PP_TRANSPORT=host" in fault
 
 
 def test_unequal_arguments_are_named() -> None:

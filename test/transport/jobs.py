@@ -1,5 +1,6 @@
 """What the ranks of the transport's tests share."""
 
+import math
 import os
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
+from hypothesis import strategies as st
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
@@ -15,13 +17,22 @@ from torch_xla_pp.transport import XlaPpProcessGroup, of_group
 Spec = tuple[str | tuple[str, ...] | None, ...]
 
 
-def start(timeout_s: float = 60.0) -> XlaPpProcessGroup:
-    """Join the job, as a rank of it."""
+def start(
+    timeout_s: float = 60.0, transport: str = "", **env: str
+) -> XlaPpProcessGroup:
+    """Join the job, as a rank of it, with environment variables set meanwhile."""
     xla_compat.enable_spmd()
-    os.environ["TORCH_XLA_PP_TIMEOUT_S"] = str(timeout_s)
-    dist.init_process_group("xla_pp")
-    del os.environ["TORCH_XLA_PP_TIMEOUT_S"]
-    return of_group(None)
+    env["TORCH_XLA_PP_TIMEOUT_S"] = str(timeout_s)
+    env["TORCH_XLA_PP_TRANSPORT"] = transport
+    os.environ.update(env)
+    try:
+        dist.init_process_group("xla_pp")
+        group = of_group(None)
+        assert transport in ("", group.transport.name)
+        return group
+    finally:
+        for name in env:
+            del os.environ[name]
 
 
 def gathers() -> int:
@@ -63,3 +74,35 @@ def assert_same(tensor: Tensor, expected: Tensor) -> None:
     pairs = xla_compat.read_shards([tensor, expected])
     for got, want in zip(*pairs, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+
+
+@st.composite
+def boundary_values(draw: st.DrawFn) -> list[tuple[Tensor, Spec]]:
+    """Draw values of any shape and dtype, with specs over the mesh of this process.
+
+    Sizes need not divide; axes are used at most once; scalars and empty values occur.
+    """
+    drawn = []
+    for _ in range(draw(st.integers(1, 3))):
+        shape = draw(st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 8]), max_size=3))
+        names = draw(st.permutations(["a", "b", *[None] * len(shape)]))
+        dtype = draw(st.sampled_from(DTYPES))
+        spec = names[: len(shape)]
+        if 0 in shape:  # torch_xla cannot upload an empty value that is split unevenly
+            spec = [n if s % 4 == 0 else None for n, s in zip(spec, shape, strict=True)]
+        value = torch.arange(math.prod(shape)).reshape(shape) + draw(st.integers(0, 9))
+        drawn.append((value.to(dtype), tuple(spec)))
+    return drawn

@@ -143,12 +143,42 @@ def test_a_timeout_names_the_rank_the_matter_and_the_seconds() -> None:
         a.read("plan", 1)
 
 
+class Pipe:
+    """A channel straight into a peer."""
+
+    def __init__(self, peer: Rendezvous) -> None:
+        self.peer = peer
+        self.ended: list[int] = []
+
+    def report(self, generation: int, report: str) -> None:
+        self.peer.tell(generation, report)
+
+    def end(self, generation: int) -> None:
+        self.ended.append(generation)
+
+
 def test_what_a_channel_told_is_raised_once_without_the_store() -> None:
     a, b = ranks(2)
-    a.join(b.tell)
-    a.report(ValueError("first"))
-    b.tell(0, {"rank": 7, "type": "TypeError", "text": "later", "context": ""})
-    with pytest.raises(ValueError, match="first"):
+    pipe = Pipe(b)
+    a.join(pipe)
+    a.report(ValueError("first\nand more"), "in\nstep 3")
+    b.tell(0, "7\nTypeError\n\nlater")
+    with pytest.raises(
+        ValueError, match=r"first\nand more .raised on rank 0.: in step"
+    ):
         b.check()
-    b.tell(0, {"rank": 7, "type": "TypeError", "text": "too late", "context": ""})
+    b.tell(0, "7\nTypeError\n\ntoo late")
+    assert b.calm()
+    assert pipe.ended == [0]
+
+
+def test_an_error_is_reported_once() -> None:
+    a, b = ranks(2)
+    error = ValueError("bad")
+    with pytest.raises(ValueError), a.reporting():
+        a.report(error)
+        raise error
+    assert a.generation == 1
+    with pytest.raises(ValueError):
+        b.check()
     assert b.calm()

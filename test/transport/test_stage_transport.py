@@ -1,6 +1,7 @@
 """Stages' messages arrive whole, in any order, and failures are told."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,6 @@ from jobs import Spec, assert_same, gathers, on_device, start
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.mesh import parse_sharding
 from torch_xla_pp.testing import Worlds
 from torch_xla_pp.transport import Message, ShardLayout
 
@@ -23,18 +23,7 @@ pytestmark = pytest.mark.worlds
 SPLIT: Spec = ("a", None)
 
 
-def layout_of(tensor: Tensor) -> ShardLayout:
-    """Describe a value as the receiver's own rank would lay it out."""
-    args = parse_sharding(xla_compat.sharding_texts([tensor])[0])
-    return ShardLayout(
-        shape=tuple(tensor.shape),
-        dtype=tensor.dtype,
-        sharding=xla_compat.sharding_from_args(*args),
-        shard_shape=args.shard_shape(tensor.shape),
-        num_shards=1
-        if xla_compat.is_replicated(tensor)
-        else xla_compat.num_local_devices(),
-    )
+TRANSPORTS = pytest.mark.parametrize("transport", ["in_graph", "host"])
 
 
 def values(number: int) -> list[Tensor]:
@@ -50,12 +39,13 @@ def values(number: int) -> list[Tensor]:
 
 def test_a_message_prints_as_torch_prints_actions() -> None:
     assert str(Message("F", 2, 0)) == "2F0"
+    assert Message("B", 2, 3).title == "2B3 (stage 2, microbatch 3)"
 
 
-def many_messages() -> float:
-    group = start()
+def many_messages(transport: str) -> None:
+    group = start(transport=transport)
     peer = 1 - group.rank()
-    layouts = [layout_of(value) for value in values(0)]
+    layouts = [ShardLayout.of_tensor(value) for value in values(0)]
     names = [
         Message(direction, stage, mb)
         for mb in range(16)
@@ -65,40 +55,109 @@ def many_messages() -> float:
     before = gathers()
     for number, name in enumerate(names):
         group.transport.send(name, peer, values(number))
-    for number, name in reversed(list(enumerate(names))):
-        received = group.transport.recv(name, peer, layouts)
-        for got, want in zip(received, values(number), strict=True):
+    received = {
+        number: group.transport.recv(name, peer, layouts)
+        for number, name in reversed(list(enumerate(names)))
+    }
+    group.transport.settle()
+    for number, found in received.items():
+        for got, want in zip(found, values(number), strict=True):
             assert_same(got, want)
-    # The same name again, as in the next step; and a head of more than one piece.
+    # The same name again, as in the next step; and more values than a text can list.
     for number in (0, 1):
         group.transport.send(names[0], peer, values(number) * 50)
     for number in (0, 1):
-        received = group.transport.recv(names[0], peer, layouts * 50)
-        assert_same(received[-1], values(number)[-1])
+        found = group.transport.recv(names[0], peer, layouts * 50)
+        group.transport.settle()
+        assert_same(found[-1], values(number)[-1])
     assert gathers() == before
 
-    with pytest.raises(ValueError, match="expected the group rank of another"):
-        group.transport.send(names[0], group.rank(), values(0))
-    group.transport.send(Message("F", 1, 1), peer, values(0)[:1])
-    with pytest.raises(RuntimeError, match=r"message 1F1 from rank .: expected parts"):
-        group.transport.recv(Message("F", 1, 1), peer, layouts)
 
-    start_s = time.perf_counter()
-    for _ in range(200):
-        group.rendezvous.calm()
-    return (time.perf_counter() - start_s) / 200
+@TRANSPORTS
+def test_many_messages_arrive_in_any_order(worlds: Worlds, transport: str) -> None:
+    worlds.run(many_messages, ranks=2, devices=2, args=(transport,), keep_workers=True)
 
 
-def test_many_messages_arrive_in_any_order(worlds: Worlds) -> None:
-    calm_s = worlds.run(many_messages, ranks=2, devices=2)
-    # About 100 microseconds when the machine is idle.
-    assert min(calm_s) < 1e-3
+def messages_to_oneself(transport: str) -> None:
+    group = start(transport=transport)
+    me, name = group.rank(), Message("F", 1, 0)
+    layouts = [ShardLayout.of_tensor(value) for value in values(0)]
+    group.transport.send(name, me, values(3))
+    found = group.transport.recv(name, me, layouts)
+    group.transport.settle()
+    for got, want in zip(found, values(3), strict=True):
+        assert_same(got, want)
+    with pytest.raises(RuntimeError, match="expected it to be sent before"):
+        group.transport.recv(name, me, layouts)
+    with pytest.raises(ValueError, match=r"1F0 .*: expected at least one value"):
+        group.transport.send(name, me, [])
 
 
-def one_rank_fails() -> list[str]:
-    group = start()
+@TRANSPORTS
+def test_a_rank_may_send_to_itself_but_not_wait_for_what_comes_later(
+    worlds: Worlds, transport: str
+) -> None:
+    worlds.run(
+        messages_to_oneself, ranks=1, devices=2, args=(transport,), keep_workers=True
+    )
+
+
+def around_a_ring(transport: str) -> None:
+    group = start(transport=transport)
+    size, me = group.size(), group.rank()
+    layouts = [ShardLayout.of_tensor(value) for value in values(0)]
+    for number in range(8):
+        for distance in (1, 2, 3):
+            name = Message("F", distance, number)
+            group.transport.send(name, (me + distance) % size, values(me + number))
+    for number in range(8):
+        for distance in (3, 1, 2):
+            peer = (me - distance) % size
+            name = Message("F", distance, number)
+            found = group.transport.recv(name, peer, layouts)
+            group.transport.settle()
+            assert_same(found[0], values(peer + number)[0])
+
+
+@TRANSPORTS
+def test_four_ranks_send_to_each_other_at_once(worlds: Worlds, transport: str) -> None:
+    worlds.run(around_a_ring, ranks=4, devices=1, args=(transport,), keep_workers=True)
+
+
+def wrong_layout(transport: str) -> str:
+    group = start(transport=transport)
+    name = Message("F", 1, 1)
+    if group.rank() == 0:
+        group.transport.send(name, 1, values(0)[:1])
+    try:
+        with group.rendezvous.reporting():
+            if group.rank() == 1:
+                layouts = [ShardLayout.of_tensor(value) for value in values(0)]
+                group.transport.recv(name, 0, layouts)
+                group.transport.settle()
+            group.rendezvous.exchange("end", None)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@TRANSPORTS
+def test_a_message_of_another_layout_is_refused(worlds: Worlds, transport: str) -> None:
+    texts = worlds.run(
+        wrong_layout, ranks=2, devices=2, args=(transport,), keep_workers=True
+    )
+    for text in texts:
+        assert text.startswith("TransportError: recv 1F1 (stage 1, microbatch 1) from")
+        assert "Use the same mesh, sharding and schedule on both ranks." in text
+    if transport == "in_graph":
+        assert "expected shards float32[2,2] int32[4,2]" in texts[1]
+        assert "got shards float32[2,2] on 2 devices" in texts[1]
+
+
+def one_rank_fails(transport: str) -> list[str]:
+    group = start(transport=transport)
     rank, found = group.rank(), []
-    layouts = [layout_of(values(0)[0])]
+    layouts = [ShardLayout.of_tensor(values(0)[0])]
     message = Message("F", 1, 0)
     for step in range(2):
         start_s = time.monotonic()
@@ -106,6 +165,7 @@ def one_rank_fails() -> list[str]:
             with group.rendezvous.reporting("2F0"):
                 if rank == 0:
                     group.transport.recv(Message("F", 1, 2), 1, layouts)
+                    group.transport.settle()
                 # A leftover which the next step must not receive.
                 group.transport.send(message, 0, values(13)[:1])
                 time.sleep(0.3)
@@ -124,7 +184,9 @@ def one_rank_fails() -> list[str]:
     if rank == 1:
         group.transport.send(message, 0, values(5)[:1])
     else:
-        assert_same(group.transport.recv(message, 1, layouts)[0], values(5)[0])
+        (received,) = group.transport.recv(message, 1, layouts)
+        group.transport.settle()
+        assert_same(received, values(5)[0])
     return found
 
 
@@ -140,12 +202,14 @@ def all_reduce_with_a_failing_peer() -> str:
     return "nothing"
 
 
-def two_seconds() -> str:
-    group = start(timeout_s=2)
+def two_seconds(transport: str) -> str:
+    group = start(timeout_s=2, transport=transport)
+    layouts = [ShardLayout.of_tensor(value) for value in values(0)]
     start_s = time.monotonic()
     try:
         if group.rank() == 0:
-            group.transport.recv(Message("B", 3, 7), 1, [])
+            group.transport.recv(Message("B", 3, 7), 1, layouts)
+            group.transport.settle()
         else:
             time.sleep(3)
     except RuntimeError as error:
@@ -154,19 +218,21 @@ def two_seconds() -> str:
     return ""
 
 
-def leave_after_the_last_send() -> None:
-    group = start()
+def leave_after_the_last_send(transport: str) -> None:
+    group = start(transport=transport)
     message = Message("F", 1, 0)
+    group.transport.expect("F", 1, 1 - group.rank())
     if group.rank() == 0:
         for number in range(8):
             group.transport.send(message, 1, values(number))
         dist.send(on_device(torch.ones(1 << 20)), 1)
         dist.destroy_process_group()
         return
-    layouts = [layout_of(value) for value in values(0)]
+    layouts = [ShardLayout.of_tensor(value) for value in values(0)]
     time.sleep(1.5)
     for number in range(8):
         received = group.transport.recv(message, 0, layouts)
+        group.transport.settle()
         assert_same(received[0], values(number)[0])
     big = torch.zeros(1 << 20, device="xla")
     dist.recv(big, 0)
@@ -174,27 +240,44 @@ def leave_after_the_last_send() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"rank 0 is gone: it has left"):
             group.transport.recv(message, 0, layouts)
+            group.transport.settle()
     with pytest.raises(RuntimeError, match=r"send .*: rank 0 is gone: it has left"):
         group.transport.send(message, 0, values(0))
+        xla_compat.wait_device()
+        group.transport.settle()
 
 
-def test_a_peers_error_ends_every_wait_and_the_next_step_works(worlds: Worlds) -> None:
-    zero, one = worlds.run(one_rank_fails, ranks=2, devices=2)
+@TRANSPORTS
+def test_a_peers_error_ends_every_wait_and_the_next_step_works(
+    worlds: Worlds, transport: str
+) -> None:
+    zero, one = worlds.run(one_rank_fails, ranks=2, devices=2, args=(transport,))
     assert one == ["bad data in step 0", "bad data in step 1"]
     assert zero == [f"{text} (raised on rank 1): 2F0" for text in one]
+
+
+def test_a_peers_error_ends_a_collective(worlds: Worlds) -> None:
     texts = worlds.run(all_reduce_with_a_failing_peer, ranks=2, devices=2)
     assert texts == ["no loss (raised on rank 1)", "no loss"]
 
 
-def test_a_timeout_names_message_peer_and_seconds(worlds: Worlds) -> None:
-    text, _ = worlds.run(two_seconds, ranks=2, devices=2)
-    assert text.startswith(
-        "TransportTimeout: rank 0 waited 2 s for rank 1: recv stage B 3 7"
+@TRANSPORTS
+def test_a_timeout_names_message_peer_and_seconds(
+    worlds: Worlds, transport: str
+) -> None:
+    text, _ = worlds.run(two_seconds, ranks=2, devices=2, args=(transport,))
+    assert re.match(
+        r"TransportTimeout: rank 0 waited 2\S* s for rank 1: recv 3B7 \(stage 3, "
+        r"microbatch 7\)",
+        text,
     )
 
 
-def test_what_was_sent_before_leaving_the_group_arrives(worlds: Worlds) -> None:
-    worlds.run(leave_after_the_last_send, ranks=2, devices=2)
+@TRANSPORTS
+def test_what_was_sent_before_leaving_the_group_arrives(
+    worlds: Worlds, transport: str
+) -> None:
+    worlds.run(leave_after_the_last_send, ranks=2, devices=2, args=(transport,))
 
 
 def fail_and_leave_at_once() -> str:
@@ -214,25 +297,30 @@ def test_the_error_of_a_rank_that_left_is_not_lost(worlds: Worlds) -> None:
     assert text == "bad batch (raised on rank 0)"
 
 
-def one_rank_is_killed(victim: int) -> None:
-    group = start()
+def one_rank_is_killed(transport: str, victim: int) -> None:
+    group = start(transport=transport)
     if group.rank() == victim:
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
-    group.transport.recv(Message("F", 1, 0), victim, [])
+    layouts = [ShardLayout.of_tensor(value) for value in values(0)]
+    group.transport.recv(Message("F", 1, 0), victim, layouts)
+    group.transport.settle()
 
 
+@TRANSPORTS
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_peer_is_named_at_once(worlds: Worlds, victim: int) -> None:
+def test_a_killed_peer_is_named_at_once(
+    worlds: Worlds, transport: str, victim: int
+) -> None:
     start_s = time.monotonic()
     outcomes = worlds.run_outcomes(
-        one_rank_is_killed, ranks=2, devices=2, args=(victim,)
+        one_rank_is_killed, ranks=2, devices=2, args=(transport, victim)
     )
     assert time.monotonic() - start_s < 60
     assert outcomes[victim].error == "Died"
     left = outcomes[1 - victim]
     assert left.error == "TransportError"
-    assert f"rank {victim} is gone: its connection is lost" in left.message
+    assert f"1F0 (stage 1, microbatch 0): rank {victim} is gone: " in left.message
 
 
 SCRIPT = """

@@ -66,6 +66,29 @@ class OpShardingArgs(NamedTuple):
             )
         return tuple(-(-size // n) for size, n in zip(shape, tiles, strict=True))
 
+    def tile_of_device(self, num_devices: int) -> tuple[int, ...]:
+        """Return for each device which part of a value it holds, 0 if there is one.
+
+        Raises:
+            ValueError: One device holds all, or the sharding has other devices.
+        """
+        if self.sharding_type == _REPLICATED:
+            return (0,) * num_devices
+        groups = [[device] for device in _flatten(self.tile_assignment)]
+        if self.sharding_type == _PARTIAL:
+            numbers = _flatten(self.group_assignment)
+            groups = [self.replication_groups[number] for number in numbers]
+        tiles = {device: tile for tile, group in enumerate(groups) for device in group}
+        if self.sharding_type == _MAXIMAL or sorted(tiles) != list(range(num_devices)):
+            raise ValueError(
+                f"sharding: expected one over all {num_devices} local devices, got "
+                f"one over {sorted(tiles)}. Annotate the tensor over the local mesh."
+            )
+        return tuple(tiles[device] for device in range(num_devices))
+
+
+REPLICATED = OpShardingArgs([], [], [], _REPLICATED)
+
 
 def parse_sharding(text: str) -> OpShardingArgs:
     """Translate HLO text into what torch_xla makes a sharding of.
@@ -81,7 +104,7 @@ def parse_sharding(text: str) -> OpShardingArgs:
     # `last_tile_dims={replicated}` ends in a brace of its own.
     body = body + "}" if body.endswith("={replicated") else body
     if body in ("", "replicated"):
-        return OpShardingArgs([], [], [], _REPLICATED)
+        return REPLICATED
     maximal = _MAXIMAL_DEVICE.fullmatch(body)
     if maximal:
         return OpShardingArgs([int(maximal["id"])], [], [], _MAXIMAL)
@@ -127,6 +150,12 @@ def _nest(values: list[int], shape: Sequence[int]) -> Nested:
         return values
     size = len(values) // shape[0]
     return [_nest(values[i : i + size], shape[1:]) for i in range(0, len(values), size)]
+
+
+def _flatten(values: Nested | int) -> list[int]:
+    if isinstance(values, int):
+        return [values]
+    return [number for value in values for number in _flatten(value)]
 
 
 def _nested_shape(values: Nested | int) -> tuple[int, ...]:

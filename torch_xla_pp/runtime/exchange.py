@@ -4,7 +4,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from torch_xla_pp.transport import Message, ShardLayout, XlaPpProcessGroup
+from torch_xla_pp.transport import (
+    Direction,
+    Message,
+    ShardLayout,
+    XlaPpProcessGroup,
+)
 
 
 class Exchange:
@@ -16,6 +21,24 @@ class Exchange:
 
     def __init__(self, group: XlaPpProcessGroup) -> None:
         self._group = group
+
+    @property
+    def transport_name(self) -> str:
+        """Return what carries the values between ranks."""
+        return self._group.transport.name
+
+    def expect(self, direction: Direction, stage: int, rank: int) -> None:
+        """Make ready for what a stage of group rank `rank` will send."""
+        if rank != self._group.rank():
+            self._group.transport.expect(direction, stage, rank)
+
+    def settle(self) -> None:
+        """Wait until all values of other ranks that were asked for are there.
+
+        Raises:
+            TransportError: One did not come; what was computed from it is void.
+        """
+        self._group.transport.settle()
 
     def send(self, message: Message, rank: int, values: Sequence[Tensor]) -> None:
         """Send `values` to a stage of group rank `rank`; does not wait for it."""

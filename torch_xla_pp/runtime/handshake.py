@@ -23,6 +23,7 @@ class Claim:
         num_stages: Number of stages of the pipeline.
         num_microbatches: Number of microbatches of the schedule.
         schedule: Name of the schedule's class.
+        transport: Name of what carries values between ranks.
         key: A text of the rank's own that no other handshake has.
     """
 
@@ -30,6 +31,7 @@ class Claim:
     num_stages: int
     num_microbatches: int
     schedule: str
+    transport: str
     key: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
 
@@ -74,6 +76,12 @@ def claim_faults(claims: Sequence[Claim]) -> list[str]:
                 f"{what}: expected the same on every rank, got {values}. Build the "
                 "stages and the schedule with equal arguments on every rank."
             )
+    transports = [claim.transport for claim in claims]
+    if len(set(transports)) > 1:
+        faults.append(
+            f"transport: expected the same on every rank, got {transports}. Set "
+            "TORCH_XLA_PP_TRANSPORT=host, or see the warnings of the ranks with host."
+        )
     owners = {
         stage: [rank for rank, claim in enumerate(claims) if stage in claim.stages]
         for stage in range(claims[0].num_stages)

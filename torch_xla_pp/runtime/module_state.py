@@ -42,6 +42,7 @@ class ModuleState:
         self._zeros: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
         self._texts: dict[str, str] = {}
+        self._before: dict[str, Tensor] = {}
         self.fixed: dict[str, Tensor] = {}
         shapes = {name: tuple(t.shape) for name, t in _named_tensors(module)}
         self._partitions = match_rules(rules, shapes, placement.local)
@@ -72,6 +73,12 @@ class ModuleState:
             xla_compat.sync_all()
         xla_compat.materialize(values + grads)
         self._check_shardings()
+        self._sums = {}
+        self._before = {r: v for r, v in self.fixed.items() if r.startswith("buffer:")}
+
+    def roll_back(self) -> None:
+        """Undo what a step that failed did to buffers; gradients were not touched."""
+        self.update_buffers(self._before)
         self._sums = {}
 
     def sums(self, roles: Iterable[str]) -> dict[str, Tensor]:

@@ -9,7 +9,13 @@ import torch_xla.distributed.spmd as xs
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.mesh import LocalMesh, Partition, TensorSpec
+from torch_xla_pp.mesh import (
+    REPLICATED,
+    LocalMesh,
+    OpShardingArgs,
+    Partition,
+    TensorSpec,
+)
 from torch_xla_pp.transport import ShardLayout
 
 BatchAxis = str | tuple[str, ...] | None
@@ -44,6 +50,7 @@ class Placement:
             batch_axis = _DATA_AXIS if _DATA_AXIS in names else None
         self.local = LocalMesh(names=names, shape=tuple(mesh.mesh_shape))
         self._mesh = mesh
+        self._layouts: dict[TensorSpec, ShardLayout] = {}
         self._batch_axis = batch_axis
         wanted = (batch_axis,) if isinstance(batch_axis, str) else batch_axis or ()
         unknown = [name for name in wanted if name not in names]
@@ -82,14 +89,14 @@ class Placement:
 
     def layout(self, spec: TensorSpec) -> ShardLayout:
         """Return how a boundary value travels."""
-        is_split = self.local.is_split(spec.partition)
-        return ShardLayout(
-            shape=spec.shape,
-            dtype=spec.dtype,
-            sharding=self.sharding(spec.partition),
-            shard_shape=tuple(self.local.shard_shape(spec.shape, spec.partition)),
-            num_shards=self.local.num_devices if is_split else 1,
-        )
+        if spec not in self._layouts:
+            args = REPLICATED
+            if self.local.is_split(spec.partition):
+                found = xla_compat.mesh_sharding_args(self._mesh, spec.partition)
+                args = OpShardingArgs(*found)
+            layout = ShardLayout.of_sharding(spec.shape, spec.dtype, args)
+            self._layouts[spec] = layout
+        return self._layouts[spec]
 
     def pin(self, tensor: Tensor, partition: Partition) -> Tensor:
         """Return `tensor` on the device, pending or not, laid out as `partition`.

@@ -107,7 +107,7 @@ class XlaPipelineStage(SilentStage):
         self._residuals: dict[int, dict[str, Tensor]] = {}
         self._leaves: dict[int, list[Tensor]] = {}
         self._zeros: dict[TensorSpec, Tensor] = {}
-        self._num_backwards = 0
+        self._num_done = 0
         self._num_steps = 0
 
     # Called by a schedule at the start of every step.
@@ -128,8 +128,9 @@ class XlaPipelineStage(SilentStage):
                 held.clear()
             self.output_chunks.clear()
             self._exchange.forget(self.stage_index)
-            self._num_backwards = 0
+            self._num_done = 0
             self._num_steps += 1
+            self._exchange.settle()
             self._state.begin_step()
 
     # Called by a schedule before its first step.
@@ -155,7 +156,10 @@ class XlaPipelineStage(SilentStage):
             self._plans[schedule] = plan
             self.chunks = num_microbatches
             variant = self._variant(plan)
+            if not self.is_first:
+                self._exchange.expect("F", self.stage_index, self._rank_of(-1))
             if not self.is_last:
+                self._exchange.expect("B", self.stage_index, self._rank_of(1))
                 sent = self._sent_of(variant.outputs)
                 handshake.offer(
                     self._pg.rendezvous,
@@ -173,6 +177,7 @@ class XlaPipelineStage(SilentStage):
             num_stages=self.num_stages,
             num_microbatches=num_microbatches(schedule),
             schedule=type(schedule).__name__,
+            transport=self._exchange.transport_name,
         )
         key = handshake.agree_on_stages(self._pg.rendezvous, claim)
         for stage in stages:
@@ -256,7 +261,10 @@ class XlaPipelineStage(SilentStage):
             self._state.update_buffers(result.updates)
             if self.has_backward:
                 self._live[fwd_chunk_id] = result.live
-            return self._pass_on(variant, fwd_chunk_id, result)
+            output = self._pass_on(variant, fwd_chunk_id, result)
+            if not self.has_backward:
+                self._count_done(plan)
+            return output
 
     def backward_one_chunk(
         self,
@@ -280,12 +288,14 @@ class XlaPipelineStage(SilentStage):
             programs = variant.programs
             if full_backward:
                 grads, sums = programs.backward(self._fixed(programs), live)
-                self._count_backward(plan, sums)
+                self._state.set_sums(sums)
             else:
                 grads, residual = programs.backward_input(self._state.fixed, live)
                 self._residuals[bwd_chunk_id] = residual
             if not self.is_first:
                 self._send_grads(plan, bwd_chunk_id, grads)
+            if full_backward:
+                self._count_done(plan)
 
     def backward_weight_one_chunk(
         self, bwd_chunk_id: int, last_backward: bool = False
@@ -299,7 +309,8 @@ class XlaPipelineStage(SilentStage):
             residual = self._residuals.pop(bwd_chunk_id)
             programs = variant.programs
             sums = programs.backward_weight(self._fixed(programs), residual)
-            self._count_backward(plan, sums)
+            self._state.set_sums(sums)
+            self._count_done(plan)
 
     def _inputs(
         self,
@@ -424,12 +435,17 @@ class XlaPipelineStage(SilentStage):
             **self._state.sums(programs.accumulated_roles),
         }
 
-    def _count_backward(self, plan: StagePlan, sums: Mapping[str, Tensor]) -> None:
-        """Keep the gradient sums; publish them after the last microbatch."""
-        self._state.set_sums(sums)
-        self._num_backwards += 1
-        if self._num_backwards == plan.num_microbatches:
-            self._state.publish_grads()
+    def _count_done(self, plan: StagePlan) -> None:
+        """End the step of this rank after the last microbatch of its last stage.
+
+        Gradients are published only once it is known that nothing went wrong.
+        """
+        self._num_done += 1
+        stages = local_stages(self._driver())
+        if all(stage._num_done == plan.num_microbatches for stage in stages):
+            self._exchange.settle()
+            for stage in stages:
+                stage._state.publish_grads()
 
     def _plan(self) -> StagePlan:
         return self._plans[self._driver()]
@@ -454,8 +470,13 @@ class XlaPipelineStage(SilentStage):
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
         """Let the other ranks know of an error that stops this one."""
-        with self._pg.rendezvous.reporting():
-            yield
+        try:
+            with self._pg.rendezvous.reporting():
+                yield
+        except BaseException:
+            for stage in local_stages(self._driver()):
+                stage._state.roll_back()
+            raise
 
 
 def _check_index(stage_index: int, num_stages: int) -> None:

@@ -6,13 +6,19 @@ from torch_xla_pp.transport.process_group import (
     register_backend,
 )
 from torch_xla_pp.transport.rendezvous import Rendezvous
-from torch_xla_pp.transport.stage_transport import Message, ShardLayout, Transport
+from torch_xla_pp.transport.stage_transport import (
+    Direction,
+    Message,
+    ShardLayout,
+    StageTransport,
+)
 
 __all__ = [
+    "Direction",
     "Message",
     "Rendezvous",
     "ShardLayout",
-    "Transport",
+    "StageTransport",
     "XlaPpProcessGroup",
     "of_group",
 ]

@@ -41,12 +41,11 @@ class Inbox:
         self._arrived: Counter[tuple[int, int, Key]] = Counter()
         self._expected: Counter[tuple[int, int, Key]] = Counter()
         self._closed: dict[int, str] = {}
-        self._generation = 0
+        self._oldest = 0
 
     def expect(self, generation: int, source: int, key: Key) -> Ticket:
         """Reserve the next message of `source` under `key`."""
         with self._changed:
-            self._forget_before(generation)
             number = self._expected[generation, source, key]
             self._expected[generation, source, key] += 1
             return Ticket(generation, source, key, number)
@@ -54,7 +53,7 @@ class Inbox:
     def deliver(self, generation: int, source: int, key: Key, parcel: Parcel) -> None:
         """Add a message, unless it belongs to a step that has failed."""
         with self._changed:
-            if generation < self._generation:
+            if generation < self._oldest:
                 return
             number = self._arrived[generation, source, key]
             self._arrived[generation, source, key] += 1
@@ -90,12 +89,12 @@ class Inbox:
         with self._changed:
             return self._parcels.pop(ticket, None)
 
-    def _forget_before(self, generation: int) -> None:
-        if generation <= self._generation:
-            return
-        self._generation = generation
-        for ticket in [t for t in self._parcels if t.generation < generation]:
-            del self._parcels[ticket]
-        for counter in (self._arrived, self._expected):
-            for entry in [e for e in counter if e[0] < generation]:
-                del counter[entry]
+    def forget_until(self, generation: int) -> None:
+        """Drop all of `generation` and older ones, also what still arrives of them."""
+        with self._changed:
+            self._oldest = generation + 1
+            for ticket in [t for t in self._parcels if t.generation < self._oldest]:
+                del self._parcels[ticket]
+            for counter in (self._arrived, self._expected):
+                for entry in [e for e in counter if e[0] < self._oldest]:
+                    del counter[entry]

@@ -14,6 +14,8 @@ processes and refuses SPMD.
 """
 
 import functools
+import logging
+import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -25,6 +27,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torch_xla_pp import env, xla_compat
+from torch_xla_pp.errors import TransportError
 from torch_xla_pp.transport.c10d import (
     AllgatherOptions,
     AllreduceOptions,
@@ -33,7 +36,10 @@ from torch_xla_pp.transport.c10d import (
     ProcessGroupGloo,
     Store,
 )
+from torch_xla_pp.transport.host_transport import HostTransport
+from torch_xla_pp.transport.in_graph import InGraphTransport
 from torch_xla_pp.transport.inbox import Parcel
+from torch_xla_pp.transport.native import TOKEN_BYTES, Unavailable
 from torch_xla_pp.transport.rendezvous import Rendezvous
 from torch_xla_pp.transport.shards import (
     Description,
@@ -46,13 +52,16 @@ from torch_xla_pp.transport.shards import (
     to_bytes,
     unpack,
 )
-from torch_xla_pp.transport.stage_transport import Message, Transport
+from torch_xla_pp.transport.stage_transport import Message, StageTransport
 from torch_xla_pp.transport.wire import Wire
 from torch_xla_pp.transport.work import DoneWork, ReceiveWork
 
 BACKEND = "xla_pp"
 _COLLECTIVE = ("collective",)
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
+_TOKEN = "token"
+
+_logger = logging.getLogger(__name__)
 
 
 class XlaPpProcessGroup(dist.ProcessGroup):
@@ -64,7 +73,6 @@ class XlaPpProcessGroup(dist.ProcessGroup):
 
     Attributes:
         rendezvous: Agreement and errors of the group's ranks.
-        transport: Sends the values of pipeline stages.
         mailbox: Values that stages of this rank hand over to each other.
     """
 
@@ -78,9 +86,36 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         self._set_default_backend(kind)
         self.rendezvous = Rendezvous(store, rank, size, env.timeout_s())
         self._wire = Wire(store, self.rendezvous)
-        self._close = weakref.finalize(self, self._wire.close)
-        self.transport = Transport(self._wire)
+        self._closings: list[Callable[[], None]] = [self._wire.close]
+        self._close = weakref.finalize(self, _close_all, self._closings)
+        if rank == 0:
+            self.rendezvous.publish(_TOKEN, secrets.token_bytes(TOKEN_BYTES))
         self.mailbox: dict[Message, list[Tensor]] = {}
+
+    @functools.cached_property
+    def transport(self) -> StageTransport:
+        """Return what sends the values of pipeline stages, made when first asked for.
+
+        Raises:
+            TransportError: `TORCH_XLA_PP_TRANSPORT` names one that cannot be had.
+        """
+        host = HostTransport(self._wire)
+        if env.transport() == "host":
+            return host
+        try:
+            in_graph = InGraphTransport(
+                self.rendezvous, self.rendezvous.read(_TOKEN, 0)
+            )
+        except Unavailable as reason:
+            if env.transport() == "in_graph":
+                raise TransportError(
+                    f"TORCH_XLA_PP_TRANSPORT=in_graph: {reason}. Unset it to send "
+                    "through the host."
+                ) from reason
+            _warn_of_host(str(reason))
+            return host
+        self._closings.append(in_graph.close)
+        return in_graph
 
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
         """Return the name that `dist.get_backend` shows."""
@@ -219,6 +254,21 @@ class XlaPpProcessGroup(dist.ProcessGroup):
 
     def _peers(self) -> list[int]:
         return [rank for rank in range(self.size()) if rank != self.rank()]
+
+
+def _close_all(closings: list[Callable[[], None]]) -> None:
+    while closings:
+        closings.pop()()
+
+
+@functools.cache
+def _warn_of_host(reason: str) -> None:
+    """Say once why the slower transport is used."""
+    _logger.warning(
+        "Stages send through the host, which is slower than from inside their "
+        "programs, because %s.",
+        reason,
+    )
 
 
 def _fill_all(tensors: list[Tensor], what: str, parcels: list[Parcel]) -> None:

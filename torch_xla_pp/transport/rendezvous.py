@@ -13,14 +13,13 @@ Not for large or frequent data: every call is a round trip to the store.
 """
 
 import builtins
-import json
 import logging
 import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from torch_xla_pp import errors
 from torch_xla_pp.errors import PipelineError, TransportError, TransportTimeout
@@ -33,8 +32,14 @@ _SHARED_BUILTINS = ("ValueError", "TypeError", "RuntimeError")
 _logger = logging.getLogger(__name__)
 
 
-# Tells the peers, without waiting for them: the generation that ends, and the report.
-Channel = Callable[[int, dict[str, Any]], None]
+class Channel(Protocol):
+    """Tell peers of failures in another way than by the store; never wait for them."""
+
+    def report(self, generation: int, report: str) -> None:
+        """Give the peers the report that ends a generation."""
+
+    def end(self, generation: int) -> None:
+        """Forget a generation that this rank has left."""
 
 
 class StoreLost(TransportError):
@@ -61,13 +66,17 @@ class Rendezvous:
         self._rounds: Counter[str] = Counter()
         self._relayed: BaseException | None = None
         self._channels: list[Channel] = []
-        self._told: dict[int, dict[str, Any]] = {}
+        self._told: dict[int, str] = {}
 
     def join(self, channel: Channel) -> None:
-        """Send the reports of this rank through `channel`, too."""
+        """Send the reports of this rank through `channel`, too.
+
+        A report is a text of at least four lines: the rank, the type of its error, the
+        context, and the error's text.
+        """
         self._channels.append(channel)
 
-    def tell(self, generation: int, report: dict[str, Any]) -> None:
+    def tell(self, generation: int, report: str) -> None:
         """Take a peer's report from a channel; any thread may call.
 
         Of several for one generation the first counts.
@@ -119,8 +128,9 @@ class Rendezvous:
     def report(self, error: BaseException, context: str = "") -> None:
         """Tell all ranks that this one fails with `error`.
 
-        Of several reports in one generation the first counts. An error that came
-        from a peer's report, or was raised because of one, is not reported again.
+        Of several reports in one generation the first counts. An error that was
+        reported, by this rank or a peer, or was raised because of such a one, is not
+        reported again.
 
         Args:
             error: What this rank is about to raise.
@@ -128,18 +138,16 @@ class Rendezvous:
         """
         if self._is_relayed(error):
             return
-        report = {
-            "rank": self.rank,
-            "type": _shared_type_name(error),
-            "text": str(error) or type(error).__name__,
-            "context": context,
-        }
+        text = str(error) or type(error).__name__
+        context = context.replace("\n", " ")
+        report = f"{self.rank}\n{_shared_type_name(error)}\n{context}\n{text}"
         for channel in self._channels:
-            channel(self._generation, report)
+            channel.report(self._generation, report)
         try:
-            self._store.compare_set(self._report_key(), "", json.dumps(report))
+            self._store.compare_set(self._report_key(), "", report)
         except RuntimeError as lost:
             _logger.warning("the store was not told of %r: %s", error, lost)
+        self._relayed = error
         self._advance()
 
     @contextmanager
@@ -177,12 +185,11 @@ class Rendezvous:
             return
         report = self._told.get(self._generation)
         if report is None:
-            report = json.loads(self._store.get(self._report_key()))
+            report = self._store.get(self._report_key()).decode()
+        rank, kind, context, text = report.split("\n", 3)
         self._advance()
-        where = f": {report['context']}" if report["context"] else ""
-        error = _shared_type(report["type"])(
-            f"{report['text']} (raised on rank {report['rank']}){where}"
-        )
+        where = f": {context}" if context else ""
+        error = _shared_type(kind)(f"{text} (raised on rank {rank}){where}")
         self._relayed = error
         raise error
 
@@ -262,6 +269,8 @@ class Rendezvous:
         return f"report/{self._generation}"
 
     def _advance(self) -> None:
+        for channel in self._channels:
+            channel.end(self._generation)
         self._told.pop(self._generation, None)
         self._generation += 1
         self._rounds.clear()

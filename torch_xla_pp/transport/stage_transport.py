@@ -1,15 +1,22 @@
-"""What stages on different ranks send each other, device to paired device."""
+"""What stages on different ranks send each other, and who may carry it.
 
+Two transports keep the same protocol. `in_graph` sends from inside the XLA programs,
+`host` copies through the host program; a device's shard goes to the paired device of
+the peer's world in both.
+"""
+
+import hashlib
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.errors import TransportError
-from torch_xla_pp.transport.shards import from_bytes, to_bytes
-from torch_xla_pp.transport.wire import Wire
+from torch_xla_pp.mesh import OpShardingArgs, parse_sharding
+
+Direction = Literal["F", "B"]
 
 
 class Message(NamedTuple):
@@ -21,12 +28,17 @@ class Message(NamedTuple):
         microbatch: Index of the microbatch.
     """
 
-    direction: Literal["F", "B"]
+    direction: Direction
     stage: int
     microbatch: int
 
     def __str__(self) -> str:
         return f"{self.stage}{self.direction}{self.microbatch}"
+
+    @property
+    def title(self) -> str:
+        """Return the name with its parts in words."""
+        return f"{self} (stage {self.stage}, microbatch {self.microbatch})"
 
 
 class ShardLayout(NamedTuple):
@@ -37,87 +49,119 @@ class ShardLayout(NamedTuple):
         dtype: Its dtype.
         sharding: Its sharding on the receiver's devices.
         shard_shape: Shape of one device's part, padding included.
-        num_shards: Number of parts; 1 if the value is replicated.
+        tiles: For each device, which part of the value it holds.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     sharding: Any
     shard_shape: tuple[int, ...]
-    num_shards: int
+    tiles: tuple[int, ...]
 
-
-class Transport:
-    """Send and receive the values of stages, through the host.
-
-    Each device's shard goes to the paired device of the peer's world; a replicated
-    value travels once. Layouts are agreed on before, so no message describes itself.
-
-    Args:
-        wire: Carries the bytes.
-    """
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-
-    def send(self, message: Message, peer: int, tensors: Sequence[Tensor]) -> None:
-        """Copy `tensors` out and send them to group rank `peer`.
-
-        Waits until the device has computed them, never for the peer.
+    @classmethod
+    def of_sharding(
+        cls, shape: Sequence[int], dtype: torch.dtype, args: OpShardingArgs
+    ) -> "ShardLayout":
+        """Lay a value out over this rank's devices.
 
         Raises:
-            ValueError: `peer` is this rank, whose stages hand values over directly.
+            ValueError: The sharding is not one over all local devices.
+        """
+        return cls(
+            shape=tuple(shape),
+            dtype=dtype,
+            sharding=xla_compat.sharding_from_args(*args),
+            shard_shape=args.shard_shape(shape),
+            tiles=args.tile_of_device(xla_compat.num_local_devices()),
+        )
+
+    @classmethod
+    def of_tensor(cls, tensor: Tensor) -> "ShardLayout":
+        """Describe an XLA tensor as it lies; no annotation counts as replicated."""
+        (text,) = xla_compat.sharding_texts([tensor])
+        return cls.of_sharding(tensor.shape, tensor.dtype, parse_sharding(text))
+
+    @property
+    def num_shards(self) -> int:
+        """Return the number of devices that hold something of their own."""
+        return len(self.tiles) if any(self.tiles) else 1
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Return for each device the lowest one that holds the same part."""
+        return tuple(self.tiles.index(tile) for tile in self.tiles)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}{list(self.shape)} as {list(self.shard_shape)}"
+
+
+def digest(layouts: Sequence[ShardLayout]) -> int:
+    """Return a number that differs where two ranks lay values out differently."""
+    parts = [(v.shape, str(v.dtype), v.shard_shape, v.tiles) for v in layouts]
+    data = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(data, "big", signed=True)
+
+
+class StageTransport(Protocol):
+    """Carry the values of stages to other ranks.
+
+    Messages match by name and, among equals, by order, however they arrive. Sends
+    never wait for the receiver. Errors may be raised later than by the call that they
+    concern, at the latest by `settle`.
+    """
+
+    name: str
+
+    def expect(self, direction: Direction, stage: int, peer: int) -> None:
+        """Make ready for messages of one kind from group rank `peer`."""
+
+    def send(self, message: Message, peer: int, tensors: Sequence[Tensor]) -> None:
+        """Send `tensors` to group rank `peer`.
+
+        Raises:
+            ValueError: There are none, or the transport cannot carry them.
             TransportError: The peer is gone.
         """
-        if peer == self._wire.rank:
-            raise ValueError(
-                f"message {message}: expected the group rank of another process, got "
-                f"{peer}, this one. Hand the values over without the transport."
-            )
-        shards = [s for value in xla_compat.read_shards(tensors) for s in value]
-        parts = [to_bytes(shard) for shard in shards]
-        self._wire.send(peer, ("stage", *message), None, parts)
 
     def recv(
         self, message: Message, peer: int, layouts: Sequence[ShardLayout]
     ) -> list[Tensor]:
-        """Wait for the values of `message` from group rank `peer`.
+        """Return the values of `message` from group rank `peer`, perhaps pending.
 
         Raises:
-            TransportError: The message differs from `layouts`, or the peer is gone.
+            TransportError: The message differs from `layouts`, the peer is gone, or
+                the peer is this rank and has not sent it yet.
             TransportTimeout: It did not come in time.
         """
-        ticket = self._wire.expect(peer, ("stage", *message))
-        parts = self._wire.receive(ticket).parts
-        _check(message, peer, parts, layouts)
-        left = iter(parts)
-        return [
-            xla_compat.from_local_shards(
-                [
-                    from_bytes(next(left), layout.shard_shape, layout.dtype)
-                    for _ in range(layout.num_shards)
-                ],
-                layout.sharding,
-                layout.shape,
-            )
-            for layout in layouts
-        ]
+
+    def settle(self) -> None:
+        """Wait until all values that were asked for are there.
+
+        Raises:
+            TransportError: One of them did not come; what was computed from it is
+                void.
+            Exception: A peer has reported a failure, see `Rendezvous.check`.
+        """
 
 
-def _check(
-    message: Message,
-    peer: int,
-    parts: Sequence[Tensor],
-    layouts: Sequence[ShardLayout],
-) -> None:
-    expected = [
-        torch.Size(layout.shard_shape).numel() * layout.dtype.itemsize
-        for layout in layouts
-        for _ in range(layout.num_shards)
-    ]
-    got = [part.numel() for part in parts]
-    if expected != got:
-        raise TransportError(
-            f"message {message} from rank {peer}: expected parts of {expected} bytes, "
-            f"got {got}. Use the same mesh, sharding and schedule on both ranks."
+def require_values(message: Message, values: Sequence[Any]) -> None:
+    """Refuse a message without values.
+
+    Raises:
+        ValueError: Names it.
+    """
+    if not values:
+        raise ValueError(
+            f"message {message.title}: expected at least one value, got none. Send "
+            "only what the other stage takes."
         )
+
+
+def not_sent_yet(message: Message) -> TransportError:
+    """Return the error for a receive from oneself that would wait for ever."""
+    return TransportError(
+        f"recv {message.title} from this rank: expected it to be sent before, got no "
+        "send yet. A device runs its programs in order, so it cannot wait for what it "
+        "does later: order the schedule's actions by their data."
+    )

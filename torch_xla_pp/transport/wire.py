@@ -77,7 +77,7 @@ class Wire:
             for peer in range(rendezvous.size)
             if peer != self._rank
         ]
-        rendezvous.join(self._report)
+        rendezvous.join(self)
 
     @property
     def rank(self) -> int:
@@ -134,6 +134,17 @@ class Wire:
             raise self._gone(ticket.source, f"recv {_name(ticket.key)}")
         return parcel
 
+    def report(self, generation: int, report: str) -> None:
+        """Tell every peer that is still there that this rank failed."""
+        for peer in range(self._rendezvous.size):
+            if peer != self._rank:
+                with contextlib.suppress(RuntimeError):
+                    self._post(peer, _encode((generation, _REPORT, [], report)))
+
+    def end(self, generation: int) -> None:
+        """Forget the messages of a generation that this rank leaves."""
+        self._inbox.forget_until(generation)
+
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Make sure that all messages have arrived, and part from every peer.
 
@@ -166,13 +177,6 @@ class Wire:
             f"{what}: rank {peer} is gone: {self._inbox.closed(peer)} (seen on rank "
             f"{self._rank}). Look for the first error of rank {peer}."
         )
-
-    def _report(self, generation: int, report: Any) -> None:
-        """Tell every peer that is still there of this rank's failure."""
-        for peer in range(self._rendezvous.size):
-            if peer != self._rank:
-                with contextlib.suppress(RuntimeError):
-                    self._post(peer, _encode((generation, _REPORT, [], report)))
 
     def _post(self, peer: int, buffers: list[Tensor]) -> None:
         with self._lock:

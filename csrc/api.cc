@@ -1,0 +1,164 @@
+// What Python calls, with C's types only. No function throws. A text is copied into
+// the caller's buffer of `capacity` bytes, cut if need be; its length is returned.
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "registry.h"
+#include "ucx_link.h"
+
+namespace xla_pp {
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  std::map<int64_t, std::shared_ptr<Engine>> engines;
+  int64_t next = 1;
+};
+
+Registry& TheRegistry() {
+  static auto* registry = new Registry;  // lives as long as XLA's threads
+  return *registry;
+}
+
+int64_t CopyText(const std::string& text, char* out, int64_t capacity) {
+  const auto size = std::min<int64_t>(static_cast<int64_t>(text.size()), capacity);
+  std::memcpy(out, text.data(), static_cast<size_t>(size));
+  return size;
+}
+
+using Seconds = std::chrono::duration<double>;
+
+}  // namespace
+
+int64_t AddEngine(std::shared_ptr<Engine> engine) {
+  Registry& registry = TheRegistry();
+  std::lock_guard lock(registry.mutex);
+  const int64_t id = registry.next++;
+  registry.engines[id] = std::move(engine);
+  return id;
+}
+
+std::shared_ptr<Engine> FindEngine(int64_t id) {
+  Registry& registry = TheRegistry();
+  std::lock_guard lock(registry.mutex);
+  const auto found = registry.engines.find(id);
+  return found == registry.engines.end() ? nullptr : found->second;
+}
+
+std::shared_ptr<Engine> RemoveEngine(int64_t id) {
+  Registry& registry = TheRegistry();
+  std::lock_guard lock(registry.mutex);
+  const auto found = registry.engines.find(id);
+  if (found == registry.engines.end()) return nullptr;
+  auto engine = std::move(found->second);
+  registry.engines.erase(found);
+  return engine;
+}
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// Returns the length of what is wrong, 0 for success.
+int64_t xpp_register(const void* get_api, const char* target, int32_t is_receive,
+                     char* error, int64_t capacity) {
+  return CopyText(RegisterHandler(get_api, target, is_receive != 0), error, capacity);
+}
+
+// Returns the engine's number, or 0 with what is wrong in `error`.
+int64_t xpp_open(int32_t rank, int32_t num_devices, double timeout_s, const char* token,
+                 const char* host, char* error, int64_t capacity) {
+  EngineConfig config;
+  config.rank = rank;
+  config.num_devices = num_devices;
+  config.timeout = Seconds(timeout_s);
+  std::memcpy(config.token.data(), token, config.token.size());
+  const std::string host_name = host;
+  try {
+    return AddEngine(std::make_shared<Engine>(config, [&](LinkEvents events) {
+      return MakeUcxLink(host_name, std::move(events));
+    }));
+  } catch (const std::exception& failed) {
+    std::memset(error, 0, static_cast<size_t>(capacity));
+    CopyText(failed.what(), error, capacity - 1);
+    return 0;
+  }
+}
+
+int64_t xpp_address(int64_t id, char* out, int64_t capacity) {
+  const auto engine = FindEngine(id);
+  return engine ? CopyText(engine->Address(), out, capacity) : 0;
+}
+
+void xpp_connect(int64_t id, int32_t peer, const char* address, int64_t size) {
+  if (const auto engine = FindEngine(id)) {
+    engine->Connect(peer, std::string(address, static_cast<size_t>(size)));
+  }
+}
+
+void xpp_expect(int64_t id, int32_t source, int32_t direction, int32_t stage) {
+  if (const auto engine = FindEngine(id)) {
+    engine->inbox().Open({source, direction, stage});
+  }
+}
+
+void xpp_report(int64_t id, uint64_t generation, const char* report) {
+  if (const auto engine = FindEngine(id)) engine->Report(generation, report);
+}
+
+void xpp_advance(int64_t id, uint64_t generation) {
+  if (const auto engine = FindEngine(id)) engine->inbox().Advance(generation);
+}
+
+// Returns the kind of failure of a generation, 0 for none, and its text.
+int32_t xpp_failure(int64_t id, uint64_t generation, char* out, int64_t capacity,
+                    int64_t* size) {
+  const auto engine = FindEngine(id);
+  if (!engine) return 0;
+  const auto failure = engine->inbox().failure(generation);
+  if (!failure) return 0;
+  *size = CopyText(failure->text, out, capacity);
+  return static_cast<int32_t>(failure->kind);
+}
+
+int32_t xpp_settle(int64_t id, uint64_t generation, uint64_t count, double limit_s) {
+  const auto engine = FindEngine(id);
+  return engine && engine->inbox().Settle(generation, count, Seconds(limit_s));
+}
+
+int64_t xpp_take_notices(int64_t id, char* out, int64_t capacity) {
+  const auto engine = FindEngine(id);
+  if (!engine) return 0;
+  std::string text;
+  for (const std::string& notice : engine->TakeNotices()) text += notice + "\n";
+  return CopyText(text, out, capacity);
+}
+
+void xpp_stats(int64_t id, int64_t* out) {
+  const auto engine = FindEngine(id);
+  const InboxStats stats = engine ? engine->inbox().stats() : InboxStats{};
+  out[0] = stats.held_bytes;
+  out[1] = stats.num_messages;
+  out[2] = stats.num_waiting;
+}
+
+void xpp_delay(int64_t id, int32_t device, double time_s) {
+  if (const auto engine = FindEngine(id)) engine->Delay(device, Seconds(time_s));
+}
+
+// Returns whether all that was sent has arrived within the time.
+int32_t xpp_close(int64_t id, double timeout_s) {
+  const auto engine = FindEngine(id);
+  if (!engine) return 1;
+  const bool is_clean = engine->Close(Seconds(timeout_s));
+  RemoveEngine(id);
+  return is_clean;
+}
+
+}  // extern "C"
+#pragma GCC visibility pop
+
+}  // namespace xla_pp

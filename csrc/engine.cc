@@ -1,0 +1,208 @@
+#include "engine.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace xla_pp {
+namespace {
+
+constexpr size_t kMaxNotices = 100;
+
+enum class MessageKind : uint32_t { kData = 1, kReport = 2, kFarewell = 3 };
+
+// The start of every message; the layout's text follows. Both ends have one byte order.
+struct Header {
+  Token token{};
+  MessageKind kind = MessageKind::kData;
+  int32_t source = 0;
+  uint64_t generation = 0;
+  uint64_t number = 0;
+  uint64_t digest = 0;
+  int32_t direction = 0;
+  int32_t stage = 0;
+  int32_t microbatch = 0;
+  int32_t device = 0;
+  int32_t num_devices = 0;
+  int32_t reserved = 0;
+};
+
+std::string Encode(const Header& header, std::string_view text) {
+  std::string bytes(reinterpret_cast<const char*>(&header), sizeof(header));
+  bytes.append(text.substr(0, kMaxText + 1));
+  return bytes;
+}
+
+Bytes Copy(const std::string& text) {
+  Bytes bytes(text.size());
+  std::memcpy(bytes.data(), text.data(), text.size());
+  return bytes;
+}
+
+}  // namespace
+
+Engine::Engine(const EngineConfig& config,
+               const std::function<std::unique_ptr<Link>(LinkEvents)>& make_link)
+    : config_(config),
+      inbox_(config.rank, config.num_devices, config.timeout,
+             [this](uint64_t generation, const Failure& failure) {
+               PassOn(generation, failure);
+             }) {
+  LinkEvents events;
+  events.arrived = [this](std::string_view header, Bytes payload) {
+    Arrived(header, std::move(payload));
+  };
+  events.lost = [this](int peer, const std::string& reason) {
+    inbox_.Lose(peer, reason);
+  };
+  events.tick = [this] { return Tick(); };
+  link_ = make_link(std::move(events));
+}
+
+Engine::~Engine() { Close(std::chrono::seconds(0)); }
+
+void Engine::Send(int peer, Message message) {
+  if (peer == config_.rank) {
+    inbox_.Deliver(std::move(message));
+    return;
+  }
+  const Key& key = message.key;
+  if (const auto reason = inbox_.lost(peer)) {
+    const std::string name = "rank " + std::to_string(peer);
+    inbox_.Fail(key.generation, FailureKind::kError,
+                "send " + Describe(key) + ": " + name + " is gone: " + *reason +
+                    " (seen on rank " + std::to_string(config_.rank) +
+                    "). Look for the first error of " + name + ".");
+    return;
+  }
+  if (inbox_.failure(key.generation)) return;  // nobody waits for it any more
+  Header header;
+  header.token = config_.token;
+  header.source = config_.rank;
+  header.generation = key.generation;
+  header.number = key.number;
+  header.digest = message.layout.digest;
+  header.direction = key.edge.direction;
+  header.stage = key.edge.stage;
+  header.microbatch = key.microbatch;
+  header.device = message.device;
+  header.num_devices = message.layout.num_devices;
+  link_->Send(peer, Encode(header, message.layout.text), std::move(message.bytes));
+}
+
+void Engine::Connect(int peer, const std::string& address) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!peers_.insert(peer).second) return;
+  }
+  link_->Connect(peer, address);
+}
+
+void Engine::PassOn(uint64_t generation, const Failure& failure) {
+  std::string report = failure.text;
+  if (failure.kind != FailureKind::kReport) {
+    const bool is_late = failure.kind == FailureKind::kTimeout;
+    report = std::to_string(config_.rank) + "\n" +
+             (is_late ? "TransportTimeout" : "TransportError") + "\n\n" + failure.text;
+  }
+  Header header;
+  header.token = config_.token;
+  header.kind = MessageKind::kReport;
+  header.source = config_.rank;
+  header.generation = generation;
+  std::lock_guard lock(mutex_);
+  for (const int peer : peers_) link_->Send(peer, Encode(header, ""), Copy(report));
+}
+
+void Engine::Delay(int device, std::chrono::duration<double> time) {
+  std::lock_guard lock(mutex_);
+  delays_[device] = time;
+}
+
+std::vector<std::string> Engine::TakeNotices() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(notices_, {});
+}
+
+bool Engine::Close(std::chrono::duration<double> timeout) {
+  Header header;
+  header.token = config_.token;
+  header.kind = MessageKind::kFarewell;
+  header.source = config_.rank;
+  const bool is_clean = link_->Close(Encode(header, ""), timeout);
+  inbox_.Advance(UINT64_MAX);  // programs that still wait go on
+  return is_clean;
+}
+
+void Engine::Arrived(std::string_view bytes, Bytes payload) {
+  Header header;
+  if (bytes.size() < sizeof(header)) {
+    Notice("refused a message of " + std::to_string(bytes.size()) +
+           " bytes: not one of this job");
+    return;
+  }
+  std::memcpy(&header, bytes.data(), sizeof(header));
+  if (header.token != config_.token) {
+    Notice("refused a message from an unknown peer that calls itself rank " +
+           std::to_string(header.source) + ": it does not know the job's token");
+    return;
+  }
+  if (header.kind == MessageKind::kFarewell) {
+    inbox_.Lose(header.source, "it has left the group or its program has ended");
+    return;
+  }
+  if (header.kind == MessageKind::kReport) {
+    inbox_.Fail(header.generation, FailureKind::kReport,
+                std::string(payload.data(), payload.size()));
+    return;
+  }
+  Message message;
+  message.key.generation = header.generation;
+  message.key.edge = {header.source, header.direction, header.stage};
+  message.key.microbatch = header.microbatch;
+  message.key.number = header.number;
+  message.device = header.device;
+  message.layout.num_devices = header.num_devices;
+  message.layout.digest = header.digest;
+  message.layout.text = bytes.substr(sizeof(header));
+  message.bytes = std::move(payload);
+  {
+    std::lock_guard lock(mutex_);
+    auto delay = delays_.find(header.device);
+    if (delay == delays_.end()) delay = delays_.find(-1);
+    if (delay != delays_.end()) {
+      const auto due =
+          Clock::now() + std::chrono::duration_cast<Clock::duration>(delay->second);
+      delayed_.emplace_back(due, std::move(message));
+      return;
+    }
+  }
+  inbox_.Deliver(std::move(message));
+}
+
+Clock::time_point Engine::Tick() {
+  if (Clock::now() >= next_look_) next_look_ = inbox_.Expire();
+  auto next = next_look_;
+  std::list<std::pair<Clock::time_point, Message>> due;
+  {
+    std::lock_guard lock(mutex_);
+    const auto now = Clock::now();
+    for (auto it = delayed_.begin(); it != delayed_.end();) {
+      const auto current = it++;
+      if (current->first <= now) {
+        due.splice(due.end(), delayed_, current);
+      } else {
+        next = std::min(next, current->first);
+      }
+    }
+  }
+  for (auto& [time, message] : due) inbox_.Deliver(std::move(message));
+  return next;
+}
+
+void Engine::Notice(std::string text) {
+  std::lock_guard lock(mutex_);
+  if (notices_.size() < kMaxNotices) notices_.push_back(std::move(text));
+}
+
+}  // namespace xla_pp

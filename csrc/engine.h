@@ -1,0 +1,95 @@
+// Sends and receives the messages of one process group.
+//
+// Law: programs of one device run in the order in which they were enqueued, so a
+// receive must never wait for what its own device does later. Between ranks the
+// schedule keeps it; for a message to oneself the caller checks that the send was
+// enqueued first.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "inbox.h"
+#include "link.h"
+#include "message.h"
+
+namespace xla_pp {
+
+// What every member of the job knows and nobody else.
+using Token = std::array<char, 16>;
+
+struct EngineConfig {
+  int rank = 0;
+  int num_devices = 1;
+  std::chrono::duration<double> timeout{600};
+  Token token{};
+};
+
+class Engine {
+ public:
+  // `make_link` gets the events that its link calls.
+  Engine(const EngineConfig& config,
+         const std::function<std::unique_ptr<Link>(LinkEvents)>& make_link);
+  ~Engine();
+
+  std::string Address() const { return link_->Address(); }
+  void Connect(int peer, const std::string& address);
+
+  // Called by the send op of each device, with a message of its own; `peer` is the
+  // group rank that gets it. Never fails: what is wrong is told by `inbox().failure`.
+  void Send(int peer, Message message);
+
+  // Tells the job of an error of this rank, and ends its own receives. Every rank
+  // passes the first report of a generation on to its peers, so it reaches all ranks
+  // that are connected in some way, also those whose Python waits inside of XLA.
+  //
+  // Format of a report: rank, type of the error and context, a line each, then the
+  // text.
+  void Report(uint64_t generation, const std::string& report) {
+    inbox_.Fail(generation, FailureKind::kReport, report);
+  }
+
+  // Holds messages from one device of each sender (all for -1) back, for tests and
+  // benchmarks of a slow network.
+  void Delay(int device, std::chrono::duration<double> time);
+
+  // Returns what deserves a log entry since the last call, a line each.
+  std::vector<std::string> TakeNotices();
+
+  // Parts from the peers. Returns whether all that was sent has arrived.
+  bool Close(std::chrono::duration<double> timeout);
+
+  Inbox& inbox() { return inbox_; }
+  int rank() const { return config_.rank; }
+
+ private:
+  void Arrived(std::string_view header, Bytes payload);
+  Clock::time_point Tick();
+  void PassOn(uint64_t generation, const Failure& failure);
+  void Notice(std::string text);
+
+  const EngineConfig config_;
+  Inbox inbox_;
+
+  std::mutex mutex_;
+  std::set<int> peers_;
+  std::vector<std::string> notices_;
+  std::map<int, std::chrono::duration<double>> delays_;
+  std::list<std::pair<Clock::time_point, Message>> delayed_;
+
+  Clock::time_point next_look_;  // of the link's thread
+
+  std::unique_ptr<Link> link_;  // last: its thread uses the others
+};
+
+}  // namespace xla_pp

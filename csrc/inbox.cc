@@ -1,0 +1,321 @@
+#include "inbox.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "executor.h"
+
+namespace xla_pp {
+namespace {
+
+using Seconds = std::chrono::duration<double>;
+
+constexpr auto kLookEvery = std::chrono::milliseconds(200);
+constexpr auto kUnknownEdgeGrace = std::chrono::seconds(3);
+
+std::string Text(Seconds time) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%g", time.count());
+  return text;
+}
+
+std::string Rank(int rank) { return "rank " + std::to_string(rank); }
+
+// Lets `fill` write the values of a receive and completes it: here if its op still
+// runs, as it is then this call that it waits for.
+void Complete(Request request, const std::function<void(const Request&)>& fill) {
+  if (request.is_running) {
+    fill(request);
+    request.done();
+    return;
+  }
+  RunElsewhere([request = std::move(request), fill] {
+    std::fesetenv(&request.mode);
+    fill(request);
+    request.done();
+  });
+}
+
+}  // namespace
+
+void Discard(Request request) {
+  Complete(std::move(request), [](const Request& request) {
+    for (const Piece& piece : request.pieces) {
+      if (piece.size) std::memset(piece.out, piece.filling, piece.size);
+    }
+  });
+}
+
+Inbox::Inbox(int rank, int num_devices, Seconds timeout, OnFailure on_failure)
+    : rank_(rank),
+      num_devices_(num_devices),
+      timeout_(timeout),
+      on_failure_(std::move(on_failure)) {}
+
+void Inbox::Receive(Request request) {
+  Tasks tasks;
+  request.is_running = true;
+  std::fegetenv(&request.mode);
+  const Key key = request.key;
+  {
+    std::lock_guard lock(mutex_);
+    ReceiveLocked(std::move(request), tasks);
+    const auto found = groups_.find(key);
+    if (found != groups_.end()) {
+      for (Request& waiting : found->second.waiting) waiting.is_running = false;
+    }
+  }
+  for (auto& task : tasks) task();
+}
+
+void Inbox::ReceiveLocked(Request request, Tasks& tasks) {
+  const Key key = request.key;
+  if (key.generation < generation_) {
+    tasks.push_back([request = std::move(request)] { Discard(request); });
+    return;
+  }
+  edges_.insert(key.edge);
+  const auto now = Clock::now();
+  const auto [found, is_new] = groups_.try_emplace(key);
+  Group& group = found->second;
+  if (is_new) group.since = now;
+  if (group.num_received++ == 0) {
+    group.waiting_since = now;
+    group.layout = request.layout;
+    group.part_sizes = request.part_sizes;
+  }
+  group.waiting.push_back(std::move(request));
+  const auto gone = lost_.find(key.edge.source);
+  if (gone != lost_.end() && !AllArrived(group) && !failures_.count(key.generation)) {
+    FailLocked(key.generation, FailureKind::kError,
+               GoneText(key, gone->second, Seconds(0)), tasks);
+    return;
+  }
+  UpdateLocked(found, tasks);
+}
+
+void Inbox::Deliver(Message message) {
+  Tasks tasks;
+  {
+    std::lock_guard lock(mutex_);
+    if (message.key.generation < generation_) return;
+    const auto [found, is_new] = groups_.try_emplace(message.key);
+    if (is_new) found->second.since = Clock::now();
+    auto part = std::make_shared<Part>();
+    part->layout = std::move(message.layout);
+    part->bytes = std::move(message.bytes);
+    found->second.parts.emplace(message.device, std::move(part));
+    if (found->second.num_received) UpdateLocked(found, tasks);
+  }
+  for (auto& task : tasks) task();
+}
+
+bool Inbox::AllArrived(const Group& group) {
+  for (size_t device = 0; device < group.part_sizes.size(); ++device) {
+    const bool sends = group.part_sizes[device] != kNothing;
+    if (sends && !group.parts.count(static_cast<int32_t>(device))) return false;
+  }
+  return true;
+}
+
+// Returns what is wrong with the messages of a group that is being received.
+std::optional<std::string> Inbox::FaultOf(const Key& key, const Group& group) const {
+  for (const auto& [device, part] : group.parts) {
+    const bool is_known =
+        device >= 0 && static_cast<size_t>(device) < group.part_sizes.size();
+    if (part->layout == group.layout && is_known &&
+        part->bytes.size() == group.part_sizes[device]) {
+      continue;
+    }
+    return "recv " + Describe(key) + " from " + Rank(key.edge.source) + " on " +
+           Rank(rank_) + ": expected " + Describe(group.layout) + ", got " +
+           Describe(part->layout) +
+           ". Use the same mesh, sharding and schedule on both ranks.";
+  }
+  return std::nullopt;
+}
+
+std::string Inbox::GoneText(const Key& key, const std::string& reason,
+                            Seconds waited) const {
+  const std::string peer = Rank(key.edge.source);
+  return "recv " + Describe(key) + ": " + peer + " is gone: " + reason + " (seen on " +
+         Rank(rank_) + " after " + Text(waited) + " s). Look for the first error of " +
+         peer + ".";
+}
+
+// Answers the receives of a group if it is complete, wrong or of a failed generation.
+void Inbox::UpdateLocked(Groups::iterator found, Tasks& tasks) {
+  const Key key = found->first;
+  Group& group = found->second;
+  if (!group.is_whole && !failures_.count(key.generation)) {
+    if (const auto fault = FaultOf(key, group)) {
+      FailLocked(key.generation, FailureKind::kError, *fault, tasks);
+      return;
+    }
+    if (!AllArrived(group)) return;
+    group.is_whole = true;
+  }
+  AnswerLocked(group, tasks);
+  if (group.num_received == num_devices_) {
+    num_completed_[key.generation] += 1;
+    groups_.erase(found);
+    tasks.push_back([this] { changed_.notify_all(); });
+  }
+}
+
+void Inbox::AnswerLocked(Group& group, Tasks& tasks) {
+  for (Request& request : group.waiting) {
+    if (group.is_whole) {
+      tasks.push_back([request = std::move(request), parts = group.parts] {
+        Complete(request, [parts](const Request& request) {
+          for (const Piece& piece : request.pieces) {
+            if (!piece.size) continue;
+            const Bytes& bytes = parts.at(piece.owner)->bytes;
+            std::memcpy(piece.out, bytes.data() + piece.offset, piece.size);
+          }
+        });
+      });
+    } else {
+      tasks.push_back([request = std::move(request)] { Discard(request); });
+    }
+  }
+  group.waiting.clear();
+}
+
+void Inbox::Open(const Edge& edge) {
+  std::lock_guard lock(mutex_);
+  edges_.insert(edge);
+}
+
+void Inbox::Fail(uint64_t generation, FailureKind kind, const std::string& text) {
+  Tasks tasks;
+  {
+    std::lock_guard lock(mutex_);
+    FailLocked(generation, kind, text, tasks);
+  }
+  for (auto& task : tasks) task();
+}
+
+void Inbox::FailLocked(uint64_t generation, FailureKind kind, const std::string& text,
+                       Tasks& tasks) {
+  if (generation < generation_ || failures_.count(generation)) return;
+  const Failure failure{kind, text};
+  failures_.emplace(generation, failure);
+  tasks.push_back([=] { on_failure_(generation, failure); });
+  for (auto it = groups_.begin(); it != groups_.end();) {
+    const auto next = std::next(it);
+    if (it->first.generation == generation && it->second.num_received) {
+      UpdateLocked(it, tasks);
+    }
+    it = next;
+  }
+  tasks.push_back([this] { changed_.notify_all(); });
+}
+
+void Inbox::Lose(int peer, const std::string& reason) {
+  Tasks tasks;
+  {
+    std::lock_guard lock(mutex_);
+    if (!lost_.try_emplace(peer, reason).second) return;
+    for (const auto& [key, group] : groups_) {
+      if (key.edge.source != peer || group.is_whole || group.waiting.empty()) continue;
+      const Seconds waited = Clock::now() - group.waiting_since;
+      FailLocked(key.generation, FailureKind::kError, GoneText(key, reason, waited),
+                 tasks);
+      break;
+    }
+  }
+  for (auto& task : tasks) task();
+}
+
+void Inbox::Advance(uint64_t generation) {
+  Tasks tasks;
+  {
+    std::lock_guard lock(mutex_);
+    if (generation <= generation_) return;
+    while (!groups_.empty() && groups_.begin()->first.generation < generation) {
+      const auto found = groups_.begin();
+      AnswerLocked(found->second, tasks);
+      groups_.erase(found);
+    }
+    failures_.erase(failures_.begin(), failures_.lower_bound(generation));
+    num_completed_.erase(num_completed_.begin(),
+                         num_completed_.lower_bound(generation));
+    generation_ = generation;
+  }
+  for (auto& task : tasks) task();
+}
+
+Clock::time_point Inbox::Expire() {
+  Tasks tasks;
+  const auto now = Clock::now();
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [key, group] : groups_) {
+      if (failures_.count(key.generation)) continue;
+      const Seconds waited = now - group.waiting_since;
+      if (!group.waiting.empty() && waited >= timeout_) {
+        FailLocked(key.generation, FailureKind::kTimeout,
+                   Rank(rank_) + " waited " + Text(waited) + " s for " +
+                       Rank(key.edge.source) + ": recv " + Describe(key) +
+                       ". See whether that rank still runs, or set "
+                       "TORCH_XLA_PP_TIMEOUT_S to more seconds.",
+                   tasks);
+        break;
+      }
+      if (!edges_.count(key.edge) && now - group.since >= kUnknownEdgeGrace) {
+        FailLocked(key.generation, FailureKind::kError,
+                   Rank(rank_) + " got " + Describe(key) + " from " +
+                       Rank(key.edge.source) +
+                       ": expected messages of known edges only, and this rank "
+                       "receives nothing of that kind. Build the same pipeline on "
+                       "every rank.",
+                   tasks);
+        break;
+      }
+    }
+  }
+  for (auto& task : tasks) task();
+  return now + kLookEvery;
+}
+
+bool Inbox::Settle(uint64_t generation, uint64_t count, Seconds limit) {
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, limit, [&] {
+    return failures_.count(generation) || generation < generation_ ||
+           num_completed_[generation] >= count;
+  });
+  return !failures_.count(generation) && generation >= generation_ &&
+         num_completed_[generation] >= count;
+}
+
+std::optional<Failure> Inbox::failure(uint64_t generation) const {
+  std::lock_guard lock(mutex_);
+  const auto found = failures_.find(generation);
+  if (found == failures_.end()) return std::nullopt;
+  return found->second;
+}
+
+std::optional<std::string> Inbox::lost(int peer) const {
+  std::lock_guard lock(mutex_);
+  const auto found = lost_.find(peer);
+  if (found == lost_.end()) return std::nullopt;
+  return found->second;
+}
+
+InboxStats Inbox::stats() const {
+  std::lock_guard lock(mutex_);
+  InboxStats stats;
+  for (const auto& [key, group] : groups_) {
+    for (const auto& [device, part] : group.parts) {
+      stats.held_bytes += static_cast<int64_t>(part->bytes.size());
+      stats.num_messages += 1;
+    }
+    stats.num_waiting += static_cast<int64_t>(group.waiting.size());
+  }
+  return stats;
+}
+
+}  // namespace xla_pp

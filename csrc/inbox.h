@@ -1,0 +1,168 @@
+// Matches messages with the receive ops that wait for them.
+//
+// Terms: a *group* is all that belongs to one key: the messages of the sender's devices
+// and the receives of this rank's devices. A *generation* is the time between two
+// failures of the job.
+//
+// Laws:
+// * A receive completes on all local devices or on none: no device goes on before the
+//   messages of all of the sender's devices are here. XLA:CPU aborts the process when
+//   devices reach a collective too far apart.
+// * A receive never fails its program. After a failure every receive of that
+//   generation completes at once, filled with NaN or -1, and the failure is told by
+//   `failure`. A failed program would stop on one device while another one already
+//   waits for it in a collective.
+// * Nothing here waits, but `Settle`, which only the main thread calls. Callbacks run
+//   without the lock. `done` runs the rest of a program; it is called by the op itself
+//   or on a thread of its own.
+#pragma once
+
+#include <cfenv>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "message.h"
+
+namespace xla_pp {
+
+using Clock = std::chrono::steady_clock;
+
+enum class FailureKind : int32_t {
+  kError = 1,    // the message or the peer is wrong
+  kTimeout = 2,  // a message did not come in time
+  kReport = 3,   // a peer told of its own failure; the text is the peer's
+};
+
+struct Failure {
+  FailureKind kind;
+  std::string text;
+};
+
+constexpr size_t kNothing = SIZE_MAX;
+
+// Where one tensor of a message goes on one device.
+struct Piece {
+  char* out = nullptr;
+  size_t size = 0;
+  int32_t owner = 0;  // the sender's device whose message holds this shard
+  size_t offset = 0;  // where in that message
+  char filling = 0;   // byte that stands for a value that did not come
+};
+
+// The receive op on one device.
+struct Request {
+  Key key;
+  int32_t device = 0;
+  Layout layout;
+  std::vector<Piece> pieces;
+  std::vector<size_t> part_sizes;  // by the sender's device; kNothing: no message
+  std::function<void()> done;
+  // Set by the inbox: whether the op has not returned yet, and its floating point mode,
+  // in which the rest of its program must run.
+  bool is_running = false;
+  std::fenv_t mode{};
+};
+
+// Completes a receive whose values will not come.
+void Discard(Request request);
+
+struct InboxStats {
+  int64_t held_bytes = 0;
+  int64_t num_messages = 0;
+  int64_t num_waiting = 0;
+};
+
+class Inbox {
+ public:
+  // `on_failure` is called once for each generation that fails, without the lock.
+  using OnFailure = std::function<void(uint64_t generation, const Failure&)>;
+
+  Inbox(int rank, int num_devices, std::chrono::duration<double> timeout,
+        OnFailure on_failure);
+
+  // Called by the receive op of each device; calls `done` now or later.
+  void Receive(Request request);
+
+  // Takes a message that has arrived.
+  void Deliver(Message message);
+
+  // Allows messages on an edge. Others are a failure once they are a few seconds old.
+  void Open(const Edge& edge);
+
+  // Ends all receives of a generation; the first failure counts.
+  void Fail(uint64_t generation, FailureKind kind, const std::string& text);
+
+  // Ends all receives from a peer that will send nothing any more.
+  void Lose(int peer, const std::string& reason);
+
+  // Forgets everything of older generations.
+  void Advance(uint64_t generation);
+
+  // Fails what waits for too long; returns when to look again.
+  Clock::time_point Expire();
+
+  // Waits until `count` receives of a generation have completed on all devices;
+  // false if that takes longer than `limit` or the generation has failed.
+  bool Settle(uint64_t generation, uint64_t count, std::chrono::duration<double> limit);
+
+  // Returns the failure of a generation.
+  std::optional<Failure> failure(uint64_t generation) const;
+  // Returns why nothing comes from a peer any more.
+  std::optional<std::string> lost(int peer) const;
+  InboxStats stats() const;
+
+ private:
+  struct Part {
+    Layout layout;
+    Bytes bytes;
+  };
+  struct Group {
+    std::map<int32_t, std::shared_ptr<const Part>> parts;  // by the sender's device
+    std::vector<Request> waiting;
+    Layout layout;  // as asked for; all devices ask alike
+    std::vector<size_t> part_sizes;
+    bool is_whole = false;
+    int num_received = 0;     // local devices whose op was called
+    Clock::time_point since;  // of the first message or receive
+    Clock::time_point waiting_since;
+  };
+  using Groups = std::map<Key, Group>;
+  using Tasks = std::vector<std::function<void()>>;
+
+  static bool AllArrived(const Group& group);
+  std::optional<std::string> FaultOf(const Key& key, const Group& group) const;
+  std::string GoneText(const Key& key, const std::string& reason,
+                       std::chrono::duration<double> waited) const;
+
+  // These need the lock. `tasks` gets what is to be run without it. They may erase
+  // groups.
+  void ReceiveLocked(Request request, Tasks& tasks);
+  void UpdateLocked(Groups::iterator found, Tasks& tasks);
+  void AnswerLocked(Group& group, Tasks& tasks);
+  void FailLocked(uint64_t generation, FailureKind kind, const std::string& text,
+                  Tasks& tasks);
+
+  const int rank_;
+  const int num_devices_;
+  const std::chrono::duration<double> timeout_;
+  const OnFailure on_failure_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  Groups groups_;
+  std::set<Edge> edges_;
+  std::map<uint64_t, Failure> failures_;
+  std::map<uint64_t, uint64_t> num_completed_;
+  std::map<int, std::string> lost_;
+  uint64_t generation_ = 0;
+};
+
+}  // namespace xla_pp

@@ -1,0 +1,23 @@
+#include "message.h"
+
+namespace xla_pp {
+
+std::string Describe(const Key& key) {
+  const std::string stage = std::to_string(key.edge.stage);
+  const std::string microbatch = std::to_string(key.microbatch);
+  return stage + (key.edge.direction == 0 ? "F" : "B") + microbatch + " (stage " +
+         stage + ", microbatch " + microbatch + ")";
+}
+
+bool operator==(const Layout& a, const Layout& b) {
+  return a.num_devices == b.num_devices && a.digest == b.digest;
+}
+
+std::string Describe(const Layout& layout) {
+  const bool is_long = layout.text.size() > kMaxText;
+  return "shards " + layout.text.substr(0, kMaxText) + (is_long ? "..." : "") + " on " +
+         std::to_string(layout.num_devices) + " devices (layout " +
+         std::to_string(layout.digest) + ")";
+}
+
+}  // namespace xla_pp

@@ -1,0 +1,82 @@
+// What two ranks send each other: names, layouts and bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <tuple>
+
+namespace xla_pp {
+
+// A block of host memory with one owner.
+class Bytes {
+ public:
+  Bytes() = default;
+  explicit Bytes(size_t size)
+      : data_(static_cast<char*>(std::malloc(size ? size : 1))), size_(size) {}
+
+  char* data() { return data_.get(); }
+  const char* data() const { return data_.get(); }
+  size_t size() const { return size_; }
+
+ private:
+  struct Free {
+    void operator()(char* data) const { std::free(data); }
+  };
+  std::unique_ptr<char, Free> data_;
+  size_t size_ = 0;
+};
+
+// The values that one stage consumes, sent by one rank.
+struct Edge {
+  int32_t source = 0;     // group rank of the sender
+  int32_t direction = 0;  // 0: values ("F"), 1: their gradients ("B")
+  int32_t stage = 0;      // index of the stage that consumes them
+
+  bool operator<(const Edge& other) const {
+    return std::tie(source, direction, stage) <
+           std::tie(other.source, other.direction, other.stage);
+  }
+};
+
+// One message. Equal names within a generation are told apart by their number: the
+// nth receive of a name gets the nth send of it, whatever the order of arrival.
+struct Key {
+  uint64_t generation = 0;
+  Edge edge;
+  int32_t microbatch = 0;
+  uint64_t number = 0;
+
+  bool operator<(const Key& other) const {
+    return std::tie(generation, edge, microbatch, number) <
+           std::tie(other.generation, other.edge, other.microbatch, other.number);
+  }
+};
+
+// Returns e.g. "2F0 (stage 2, microbatch 0)".
+std::string Describe(const Key& key);
+
+constexpr size_t kMaxText = 512;
+
+// What both sides of a message must agree on.
+struct Layout {
+  int32_t num_devices = 0;
+  uint64_t digest = 0;  // of global shapes, dtypes and shardings
+  // Dtypes and shapes of one device's shards, for errors only; a long one is cut.
+  std::string text;
+};
+
+bool operator==(const Layout& a, const Layout& b);
+std::string Describe(const Layout& layout);
+
+// The part of a message that one device of the sender contributes.
+struct Message {
+  Key key;
+  int32_t device = 0;
+  Layout layout;
+  Bytes bytes;
+};
+
+}  // namespace xla_pp

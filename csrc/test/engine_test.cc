@@ -1,0 +1,359 @@
+// Stress and fault tests of the matching, for `make sanitize`: many threads play the
+// devices of two ranks, whose engines are joined by links in memory.
+
+#include "../engine.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace xla_pp {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+#define EXPECT(condition)                                                          \
+  do {                                                                             \
+    if (!(condition)) {                                                            \
+      std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                                \
+    }                                                                              \
+  } while (false)
+
+// A link to one peer in this process, with a thread of its own.
+class MemoryLink : public Link {
+ public:
+  explicit MemoryLink(LinkEvents events) : events_(std::move(events)) {
+    thread_ = std::thread([this] { Run(); });
+  }
+  ~MemoryLink() override { Close("", seconds(0)); }
+
+  std::string Address() const override {
+    const MemoryLink* self = this;
+    return std::string(reinterpret_cast<const char*>(&self), sizeof(self));
+  }
+
+  void Connect(int, const std::string& address) override {
+    std::lock_guard lock(mutex_);
+    std::memcpy(&peer_, address.data(), sizeof(peer_));
+  }
+
+  void Send(int, std::string header, Bytes payload) override {
+    auto bytes = std::make_shared<Bytes>(std::move(payload));
+    MemoryLink* peer;
+    {
+      std::lock_guard lock(mutex_);
+      peer = peer_;
+    }
+    if (!peer) return;
+    peer->Post([peer, header = std::move(header), bytes] {
+      peer->events_.arrived(header, std::move(*bytes));
+    });
+  }
+
+  // Lets the user believe that the peer has died.
+  void Lose(int peer) {
+    Post([this, peer] { events_.lost(peer, "it was killed"); });
+  }
+
+  bool Close(const std::string& farewell, std::chrono::duration<double>) override {
+    if (!thread_.joinable()) return true;
+    if (!farewell.empty()) Send(0, farewell, Bytes(0));
+    {
+      std::lock_guard lock(mutex_);
+      is_closed_ = true;
+    }
+    changed_.notify_one();
+    thread_.join();
+    return true;
+  }
+
+ private:
+  void Post(std::function<void()> event) {
+    {
+      std::lock_guard lock(mutex_);
+      if (is_closed_) return;
+      queue_.push_back(std::move(event));
+    }
+    changed_.notify_one();
+  }
+
+  void Run() {
+    std::unique_lock lock(mutex_);
+    while (!is_closed_) {
+      lock.unlock();
+      events_.tick();
+      lock.lock();
+      changed_.wait_for(lock, milliseconds(5),
+                        [this] { return is_closed_ || !queue_.empty(); });
+      while (!queue_.empty()) {
+        auto event = std::move(queue_.front());
+        queue_.pop_front();
+        lock.unlock();
+        event();
+        lock.lock();
+      }
+    }
+  }
+
+  LinkEvents events_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> queue_;
+  MemoryLink* peer_ = nullptr;
+  bool is_closed_ = false;
+  std::thread thread_;
+};
+
+struct Node {
+  std::unique_ptr<Engine> engine;
+  MemoryLink* link = nullptr;
+
+  Node(int rank, int num_devices, std::chrono::duration<double> timeout) {
+    EngineConfig config;
+    config.rank = rank;
+    config.num_devices = num_devices;
+    config.timeout = timeout;
+    engine = std::make_unique<Engine>(config, [this](LinkEvents events) {
+      auto made = std::make_unique<MemoryLink>(std::move(events));
+      link = made.get();
+      return made;
+    });
+  }
+};
+
+struct Pair {
+  Node zero;
+  Node one;
+
+  Pair(int num_devices, std::chrono::duration<double> timeout)
+      : zero(0, num_devices, timeout), one(1, num_devices, timeout) {
+    zero.engine->Connect(1, one.engine->Address());
+    one.engine->Connect(0, zero.engine->Address());
+  }
+  // Neither may send to a link that is gone.
+  ~Pair() {
+    zero.engine->Close(seconds(1));
+    one.engine->Close(seconds(1));
+  }
+};
+
+Key KeyOf(int source, int microbatch, uint64_t number, uint64_t generation = 0) {
+  Key key;
+  key.generation = generation;
+  key.edge = {source, 0, 1};
+  key.microbatch = microbatch;
+  key.number = number;
+  return key;
+}
+
+Layout LayoutOf(int num_devices, uint64_t digest = 7) {
+  return {num_devices, digest, "float32[2]"};
+}
+
+void Send(Node& node, int peer, Key key, int device, int num_devices, char content,
+          size_t size = 64, uint64_t digest = 7) {
+  Message message;
+  message.key = key;
+  message.device = device;
+  message.layout = LayoutOf(num_devices, digest);
+  message.bytes = Bytes(size);
+  std::memset(message.bytes.data(), content, size);
+  node.engine->Send(peer, std::move(message));
+}
+
+// One receive op: waits as XLA would, for `done`.
+class Receiver {
+ public:
+  Receiver(Node& node, Key key, int device, int num_devices, size_t size = 64)
+      : out_(size) {
+    Request request;
+    request.key = key;
+    request.device = device;
+    request.layout = LayoutOf(num_devices);
+    request.part_sizes.assign(num_devices, size);
+    request.pieces.push_back({out_.data(), size, device, 0, -1});
+    request.done = [state = state_] {
+      std::lock_guard lock(state->mutex);
+      state->is_done = true;
+      state->changed.notify_all();
+    };
+    node.engine->inbox().Receive(std::move(request));
+  }
+
+  bool IsDone(milliseconds limit) {
+    std::unique_lock lock(state_->mutex);
+    return state_->changed.wait_for(lock, limit, [this] { return state_->is_done; });
+  }
+
+  char content() const { return out_.data()[out_.size() - 1]; }
+
+ private:
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool is_done = false;
+  };
+  Bytes out_;
+  std::shared_ptr<State> state_ = std::make_shared<State>();
+};
+
+// Both directions at once, four devices each, sends and receives in random order.
+void ManyMessagesInAnyOrder() {
+  constexpr int kDevices = 4, kMessages = 200;
+  Pair pair(kDevices, seconds(60));
+  std::vector<std::thread> threads;
+  std::atomic<int> wrong{0};
+  for (int rank = 0; rank < 2; ++rank) {
+    Node& node = rank ? pair.one : pair.zero;
+    for (int device = 0; device < kDevices; ++device) {
+      threads.emplace_back([&node, rank, device] {
+        std::mt19937 random(rank * 10 + device);
+        std::vector<int> order(kMessages);
+        for (int i = 0; i < kMessages; ++i) order[i] = i;
+        std::shuffle(order.begin(), order.end(), random);
+        for (const int i : order) {
+          Send(node, 1 - rank, KeyOf(rank, i % 16, i / 16), device, kDevices,
+               static_cast<char>(i % 100 + device), 1 + i);
+        }
+      });
+      threads.emplace_back([&node, &wrong, rank, device] {
+        for (int i = 0; i < kMessages; ++i) {
+          Receiver receiver(node, KeyOf(1 - rank, i % 16, i / 16), device, kDevices,
+                            1 + i);
+          if (!receiver.IsDone(milliseconds(30000))) ++wrong;
+          if (receiver.content() != static_cast<char>(i % 100 + device)) ++wrong;
+        }
+      });
+    }
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT(wrong == 0);
+  for (Node* node : {&pair.zero, &pair.one}) {
+    EXPECT(node->engine->inbox().Settle(0, kMessages, seconds(5)));
+    EXPECT(node->engine->inbox().stats().num_messages == 0);
+  }
+}
+
+void AllDevicesOrNone() {
+  Pair pair(2, seconds(60));
+  Receiver first(pair.one, KeyOf(0, 0, 0), 0, 2);
+  Receiver second(pair.one, KeyOf(0, 0, 0), 1, 2);
+  Send(pair.zero, 1, KeyOf(0, 0, 0), 0, 2, 5);
+  EXPECT(!first.IsDone(milliseconds(200)));
+  Send(pair.zero, 1, KeyOf(0, 0, 0), 1, 2, 6);
+  EXPECT(first.IsDone(milliseconds(5000)) && second.IsDone(milliseconds(5000)));
+  EXPECT(first.content() == 5 && second.content() == 6);
+}
+
+void ADeathEndsEveryReceiveAlike() {
+  Pair pair(2, seconds(60));
+  Receiver first(pair.one, KeyOf(0, 0, 0), 0, 2);
+  Send(pair.zero, 1, KeyOf(0, 0, 0), 0, 2, 5);
+  pair.one.link->Lose(0);
+  EXPECT(first.IsDone(milliseconds(5000)));
+  Receiver second(pair.one, KeyOf(0, 0, 0), 1, 2);
+  EXPECT(second.IsDone(milliseconds(5000)));
+  EXPECT(first.content() == -1 && second.content() == -1);
+  const auto failure = pair.one.engine->inbox().failure(0);
+  EXPECT(failure && failure->kind == FailureKind::kError);
+  EXPECT(failure->text.find("rank 0 is gone: it was killed") != std::string::npos);
+  // The failure went on to the peer, as a report.
+  for (int i = 0; i < 500 && !pair.zero.engine->inbox().failure(0); ++i) {
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+  const auto report = pair.zero.engine->inbox().failure(0);
+  EXPECT(report && report->kind == FailureKind::kReport);
+  EXPECT(report->text.rfind("1\nTransportError\n\nrecv 1F0", 0) == 0);
+}
+
+void WhatOneDeviceGotTheOthersGetToo() {
+  Pair pair(2, seconds(60));
+  Send(pair.zero, 1, KeyOf(0, 0, 0), 0, 2, 5);
+  Send(pair.zero, 1, KeyOf(0, 0, 0), 1, 2, 6);
+  Receiver first(pair.one, KeyOf(0, 0, 0), 0, 2);
+  EXPECT(first.IsDone(milliseconds(5000)) && first.content() == 5);
+  pair.one.engine->Report(0, "1\nValueError\n\nbad");
+  Receiver second(pair.one, KeyOf(0, 0, 0), 1, 2);
+  EXPECT(second.IsDone(milliseconds(5000)) && second.content() == 6);
+}
+
+void ATimeLimitAndTheNextGeneration() {
+  Pair pair(1, milliseconds(300));
+  Receiver receiver(pair.one, KeyOf(0, 0, 0), 0, 1);
+  EXPECT(receiver.IsDone(milliseconds(5000)) && receiver.content() == -1);
+  const auto failure = pair.one.engine->inbox().failure(0);
+  EXPECT(failure && failure->kind == FailureKind::kTimeout);
+  pair.one.engine->inbox().Advance(1);
+  EXPECT(!pair.one.engine->inbox().failure(0));
+  Send(pair.zero, 1, KeyOf(0, 0, 0), 0, 1, 5);  // late, of the old generation
+  pair.zero.engine->inbox().Advance(1);
+  Send(pair.zero, 1, KeyOf(0, 0, 0, 1), 0, 1, 6);
+  Receiver next(pair.one, KeyOf(0, 0, 0, 1), 0, 1);
+  EXPECT(next.IsDone(milliseconds(5000)) && next.content() == 6);
+  EXPECT(pair.one.engine->inbox().stats().num_messages == 0);
+}
+
+void AnotherLayoutIsRefused() {
+  Pair pair(1, seconds(60));
+  Send(pair.zero, 1, KeyOf(0, 0, 0), 0, 1, 5, 64, 8);
+  Receiver receiver(pair.one, KeyOf(0, 0, 0), 0, 1);
+  EXPECT(receiver.IsDone(milliseconds(5000)) && receiver.content() == -1);
+  EXPECT(pair.one.engine->inbox().failure(0)->text.find("expected shards float32[2]") !=
+         std::string::npos);
+}
+
+// Failures, new generations and closing, while receives come in on all devices.
+void FailuresAtAnyTime() {
+  constexpr int kDevices = 2;
+  Pair pair(kDevices, seconds(60));
+  std::atomic<bool> is_over{false};
+  std::vector<std::thread> threads;
+  for (int device = 0; device < kDevices; ++device) {
+    threads.emplace_back([&, device] {
+      for (uint64_t i = 0; i < 300; ++i) {
+        Receiver receiver(pair.one, KeyOf(0, 0, i % 10, i / 10), device, kDevices);
+        EXPECT(receiver.IsDone(milliseconds(30000)));
+      }
+      is_over = true;
+    });
+  }
+  threads.emplace_back([&] {
+    for (uint64_t generation = 0; !is_over; ++generation) {
+      pair.one.engine->Report(generation, "1\nValueError\n\nbad");
+      std::this_thread::sleep_for(milliseconds(1));
+      pair.one.engine->inbox().Advance(generation + 1);
+    }
+  });
+  for (auto& thread : threads) thread.join();
+}
+
+}  // namespace
+}  // namespace xla_pp
+
+int main() {
+  xla_pp::ManyMessagesInAnyOrder();
+  xla_pp::AllDevicesOrNone();
+  xla_pp::ADeathEndsEveryReceiveAlike();
+  xla_pp::WhatOneDeviceGotTheOthersGetToo();
+  xla_pp::ATimeLimitAndTheNextGeneration();
+  xla_pp::AnotherLayoutIsRefused();
+  xla_pp::FailuresAtAnyTime();
+  std::puts("engine_test: all is well");
+  // Threads that wait for work have no end; the process does not wait for them.
+  std::fflush(stdout);
+  std::_Exit(0);
+}

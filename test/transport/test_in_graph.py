@@ -1,0 +1,436 @@
+"""Sends and receives as ops of the programs: what is compiled, what may go wrong."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_xla.debug.metrics as met
+from hypothesis import HealthCheck, Phase, given, settings
+from jobs import Spec, assert_same, boundary_values, on_device, start
+from torch import Tensor
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.testing import Outcome, Worlds
+from torch_xla_pp.transport import Message, ShardLayout, XlaPpProcessGroup
+from torch_xla_pp.transport.in_graph import (
+    InGraphTransport,
+    receive_op,
+    send_op,
+)
+from torch_xla_pp.transport.native import Engine
+
+pytestmark = pytest.mark.worlds
+
+ROWS: Spec = ("a", None)
+NAME = Message("F", 1, 0)
+
+
+def join(**options: Any) -> tuple[XlaPpProcessGroup, InGraphTransport, int]:
+    """Return the group, its transport and the rank of the other one of two ranks."""
+    group = start(transport="in_graph", **options)
+    assert isinstance(group.transport, InGraphTransport)
+    return group, group.transport, 1 - group.rank()
+
+
+def values(number: float = 0) -> list[Tensor]:
+    host = torch.arange(8.0).reshape(4, 2) + number
+    return [on_device(host, ROWS), on_device(host)]
+
+
+def layouts() -> list[ShardLayout]:
+    return [ShardLayout.of_tensor(value) for value in values()]
+
+
+def boundary_program(dump: str) -> None:
+    """Run a program that receives, computes and sends; XLA writes what it compiled."""
+    os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text"
+    group, transport, peer = join()
+    transport.send(NAME, peer, values(group.rank()))
+    received = receive_op(transport.receive_route(NAME, peer, layouts()), layouts())
+    doubled = [value + value for value in received]
+    for value, layout in zip(doubled, layouts(), strict=True):
+        xla_compat.annotate(value, layout.sharding)
+    token = send_op(transport.send_route(NAME, peer, layouts()), doubled)
+    xla_compat.materialize([token])
+    # It comes back doubled.
+    found = transport.recv(NAME, peer, layouts())
+    transport.settle()
+    host = 2 * (torch.arange(8.0).reshape(4, 2) + group.rank())
+    for got, want in zip(found, [on_device(host, ROWS), on_device(host)], strict=True):
+        assert_same(got, want)
+    dist.barrier()
+
+
+def test_a_boundary_is_two_custom_calls_and_nothing_else(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    worlds.run(boundary_program, ranks=2, devices=4, args=(str(tmp_path),))
+    texts = [path.read_text() for path in tmp_path.glob("*after_optimizations.txt")]
+    both = [text for text in texts if "pp.recv(" in text and "pp.send(" in text]
+    assert both
+    for text in both:
+        targets = re.findall(r'custom_call_target="torch_xla_pp.(\w+)\(', text)
+        assert sorted(targets) == ["recv", "send"]
+        ops = set(re.findall(r"^\s+(?:ROOT )?\S+ = .*? ([a-z-]+)\(", text, re.M))
+        assert {"custom-call", "parameter"} <= ops
+        known = {"custom-call", "parameter", "tuple", "get-tuple-element", "fusion"}
+        known |= {"add", "bitcast", "call", "constant", "copy"}
+        assert ops <= known
+
+
+def random_values() -> int:
+    """Send what Hypothesis draws, alike on both ranks, through one program each way."""
+    group, transport, peer = join()
+    count = 0
+
+    @settings(
+        max_examples=25,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(boundary_values())
+    def exchange(drawn: list[tuple[Tensor, Spec]]) -> None:
+        nonlocal count
+        count += 1
+        sent = [on_device(value, spec) for value, spec in drawn]
+        laid_out = [ShardLayout.of_tensor(value) for value in sent]
+        route = transport.send_route(NAME, peer, laid_out)
+        xla_compat.materialize([send_op(route, sent)])
+        route = transport.receive_route(NAME, peer, laid_out)
+        received = receive_op(route, laid_out)
+        # Uneven values become whole when they leave a program: compare inside of it.
+        checks = [
+            (got == want).all() if got.numel() else torch.ones((), device="xla").bool()
+            for got, want in zip(received, sent, strict=True)
+        ]
+        xla_compat.materialize(checks)
+        transport.settle()
+        assert all(check.item() for check in checks), drawn
+        assert [value.dtype for value in received] == [v.dtype for v, _ in drawn]
+
+    exchange()
+    return count
+
+
+def test_any_boundary_value_arrives_whole(worlds: Worlds) -> None:
+    for devices in (1, 4):
+        counts = worlds.run(
+            random_values, ranks=2, devices=devices, timeout_s=200, keep_workers=True
+        )
+        assert counts[0] == counts[1] >= 20
+
+
+def counters() -> dict[str, int]:
+    names = ("UncachedCompile", "CreateCompileHandles", "ReplicateShardedData")
+    return {name: met.counter_value(name) or 0 for name in names}
+
+
+def many_steps() -> None:
+    group, transport, peer = join()
+    transport.engine.delay(0.01)
+    before: dict[str, int] = {}
+    for step in range(3):
+        received = []
+        for mb in range(40):
+            transport.send(Message("F", 1, mb), peer, values(mb + step))
+        for mb in range(40):
+            received.append(transport.recv(Message("F", 1, mb), peer, layouts()))
+        transport.settle()
+        for mb in (0, 17, 39):
+            for got, want in zip(received[mb], values(mb + step), strict=True):
+                assert_same(got, want)
+        if step == 0:
+            before = counters()
+    assert counters() == before
+    assert transport.engine.stats() == (0, 0, 0)
+
+
+def test_nothing_is_compiled_for_other_messages_and_nothing_is_kept(
+    worlds: Worlds,
+) -> None:
+    worlds.run(many_steps, ranks=2, devices=2, keep_workers=True)
+
+
+def replicas_sent() -> tuple[int, int]:
+    """Count the messages of a value that is split over one of two mesh axes."""
+    group, transport, peer = join()
+    value = on_device(torch.arange(8.0).reshape(4, 2), ROWS)
+    whole = on_device(torch.arange(8.0))
+    counts = []
+    for sent in ([value, whole], [whole]):
+        transport.send(NAME, peer, sent)
+        xla_compat.wait_device()
+        group.rendezvous.exchange("sent", None)
+        time.sleep(0.3)
+        stats = transport.engine.stats()
+        counts.append((stats.num_messages, stats.held_bytes))
+        transport.recv(NAME, peer, [ShardLayout.of_tensor(v) for v in sent])
+        transport.settle()
+        group.rendezvous.exchange("taken", None)
+    return tuple(counts)  # type: ignore[return-value]
+
+
+def test_replicas_are_sent_once(worlds: Worlds) -> None:
+    for counts in worlds.run(replicas_sent, ranks=2, devices=4, keep_workers=True):
+        # Two devices with a half of 32 bytes each, one of them also with 32 whole ones.
+        assert counts == ((2, 64), (1, 32))
+
+
+def one_device_is_late() -> float:
+    """Receive, then combine over both devices, as a stage with a reduction would."""
+    group, transport, peer = join(timeout_s=120)
+    start_s = time.monotonic()
+    if group.rank() == 1:
+        transport.engine.delay(60.0, device=1)
+        route = transport.receive_route(NAME, peer, layouts())
+        total = receive_op(route, layouts())[0].sum()
+        xla_compat.materialize([total])
+        transport.settle()
+        assert total.item() == 28.0
+    else:
+        transport.send(NAME, peer, values())
+    dist.barrier()
+    return time.monotonic() - start_s
+
+
+def test_a_minute_between_the_messages_of_two_devices_does_no_harm(
+    worlds: Worlds,
+) -> None:
+    assert all(t > 59 for t in worlds.run(one_device_is_late, ranks=2, devices=2))
+
+
+def killed_between_two_shards() -> None:
+    group, transport, peer = join()
+    transport.expect("F", 1, peer)
+    if group.rank() == 0:
+        transport.send(NAME, peer, values())
+        xla_compat.wait_device()
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    transport.engine.delay(30.0, device=1)
+    route = transport.receive_route(NAME, peer, layouts())
+    first = receive_op(route, layouts())[0]
+    total = first.sum()
+    xla_compat.materialize([first, total])
+    start_s = time.monotonic()
+    try:
+        transport.settle()
+    finally:
+        assert time.monotonic() - start_s < 10
+        # Reading does not crash, and what did not come does not look like a value.
+        assert all(s.isnan().all() for s in xla_compat.read_shards([first])[0])
+        assert total.isnan().item()
+        assert transport.engine.stats() == (0, 0, 0)
+
+
+def survivor(outcomes: list[Outcome], rank: int) -> str:
+    return f"{outcomes[rank].error}: {outcomes[rank].message}"
+
+
+def test_a_peer_killed_between_two_shards(worlds: Worlds) -> None:
+    outcomes = worlds.run_outcomes(killed_between_two_shards, ranks=2, devices=2)
+    assert outcomes[0].error == "Died"
+    assert survivor(outcomes, 1).startswith(
+        "TransportError: recv 1F0 (stage 1, microbatch 0): rank 0 is gone: "
+    )
+
+
+def last_of_four_dies() -> None:
+    """Let each rank wait for the next one, inside of XLA; the last one is killed."""
+    group, transport, _ = join()
+    rank = group.rank()
+    if rank == 3:
+        transport.expect("B", 3, 2)
+        time.sleep(2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with group.rendezvous.reporting():
+        for mb in range(6):
+            name = Message("F", rank, mb)
+            received = transport.recv(name, rank + 1, layouts())
+            if rank:
+                transport.send(Message("F", rank - 1, mb), rank - 1, received)
+        transport.settle()
+
+
+def test_ranks_that_wait_inside_of_xla_learn_of_a_death_elsewhere(
+    worlds: Worlds,
+) -> None:
+    start_s = time.monotonic()
+    outcomes = worlds.run_outcomes(last_of_four_dies, ranks=4, devices=1)
+    assert time.monotonic() - start_s < 60
+    for rank in (0, 1, 2):
+        assert "TransportError: recv 2F0" in survivor(outcomes, rank)
+        assert "rank 3 is gone" in survivor(outcomes, rank)
+
+
+def unknown_edge() -> str:
+    group, transport, peer = join()
+    transport.expect("F", 1, peer)
+    if group.rank() == 0:
+        transport.send(Message("F", 9, 2), peer, values())
+    start_s = time.monotonic()
+    try:
+        while time.monotonic() - start_s < 20:
+            transport.settle()
+            time.sleep(0.1)
+    except RuntimeError as error:
+        assert time.monotonic() - start_s < 8
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_message_that_nobody_expects_is_told_on_every_rank(worlds: Worlds) -> None:
+    for text in worlds.run(unknown_edge, ranks=2, devices=2, keep_workers=True):
+        assert text.startswith(
+            "TransportError: rank 1 got 9F2 (stage 9, microbatch 2) from rank 0: "
+        )
+
+
+def other_number_of_devices() -> str:
+    group, transport, peer = join()
+    try:
+        if group.rank() == 0:
+            layout = [v._replace(tiles=(0, 1, 2, 3)) for v in layouts()]
+            route = transport.send_route(NAME, peer, layout)
+            xla_compat.materialize([send_op(route, values())])
+        else:
+            transport.recv(NAME, peer, layouts())
+        transport.settle()
+        group.rendezvous.exchange("end", None)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_ranks_with_other_numbers_of_devices_are_told(worlds: Worlds) -> None:
+    for text in worlds.run(
+        other_number_of_devices, ranks=2, devices=2, keep_workers=True
+    ):
+        assert text.startswith("TransportError: recv 1F0 (stage 1, microbatch 0) from")
+        assert re.search(r"expected shards .* on 2 devices .*, got .* on 4 dev", text)
+
+
+def stranger() -> list[str]:
+    """Let a process that does not know the token send to this one."""
+    _, transport, _ = join()
+    engine = Engine(7, 1, 5.0, b"?" * 16, "localhost")
+    engine.connect(0, transport.engine.address())
+    engine.report(0, "7\nValueError\n\nlet me in")
+    time.sleep(1)
+    transport.settle()
+    transport.check()
+    notices = transport.engine.take_notices()
+    engine.close(1.0)
+    return notices
+
+
+def test_a_stranger_is_refused_and_logged(worlds: Worlds) -> None:
+    outcomes = worlds.run_outcomes(stranger, ranks=1, devices=1)
+    (outcome,) = outcomes
+    assert outcome.error == "", outcome
+
+
+def over_tcp() -> None:
+    os.environ["UCX_TLS"] = "tcp"
+    try:
+        group, transport, peer = join()
+        big = on_device(torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024))
+        for number in range(4):
+            transport.send(Message("F", 1, number), peer, [big, *values(number)])
+        for number in range(4):
+            wanted = [ShardLayout.of_tensor(big), *layouts()]
+            found = transport.recv(Message("F", 1, number), peer, wanted)
+            transport.settle()
+            assert_same(found[0], big)
+            assert_same(found[1], values(number)[0])
+        dist.barrier()
+    finally:
+        del os.environ["UCX_TLS"]
+
+
+def test_tcp_carries_the_same(worlds: Worlds) -> None:
+    worlds.run(over_tcp, ranks=2, devices=2, keep_workers=True)
+
+
+def killed_over_tcp() -> None:
+    os.environ["UCX_TLS"] = "tcp"
+    group, transport, peer = join()
+    transport.expect("F", 1, peer)
+    if group.rank() == 0:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    transport.recv(NAME, peer, layouts())
+    transport.settle()
+
+
+def test_a_death_is_noticed_over_tcp(worlds: Worlds) -> None:
+    outcomes = worlds.run_outcomes(killed_over_tcp, ranks=2, devices=1)
+    assert "rank 0 is gone" in survivor(outcomes, 1)
+
+
+SCRIPT = """
+import logging, os, torch_xla_pp.transport.native as native
+logging.basicConfig()
+def library():
+    raise native.Unavailable("it is hidden")
+native.library = library
+import torch.distributed as dist
+import torch_xla_pp as xpp
+xpp.device()
+dist.init_process_group("xla_pp")
+from torch_xla_pp.transport import of_group
+print("transport", of_group(None).transport.name)
+other = dist.new_group([0])
+print("transport", of_group(other).transport.name)
+"""
+
+
+@pytest.mark.parametrize("wanted", ["", "in_graph"])
+def test_without_the_library_the_host_is_used_and_said_once(
+    tmp_path: Path, wanted: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"TORCH_XLA_PP_TRANSPORT": wanted},
+    )
+    if not wanted:
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.count("transport host") == 2
+        assert run.stderr.count("because it is hidden") == 1
+    else:
+        assert "TransportError: TORCH_XLA_PP_TRANSPORT=in_graph: it is" in run.stderr
+
+
+def two_groups_in_turn() -> None:
+    for number in range(2):
+        group, transport, peer = join()
+        transport.send(NAME, peer, values(number))
+        (found, _) = transport.recv(NAME, peer, layouts())
+        transport.settle()
+        assert_same(found, values(number)[0])
+        part = dist.new_group([0, 1])
+        assert part is not None
+        dist.barrier()
+        if number == 0:
+            dist.destroy_process_group()
+            os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+
+
+def test_a_new_process_group_in_the_same_process_works(worlds: Worlds) -> None:
+    worlds.run(two_groups_in_turn, ranks=2, devices=2, keep_workers=True)

@@ -1,0 +1,286 @@
+"""The transport whose sends and receives are ops of the XLA programs.
+
+`send_op` and `receive_op` put the ops into a graph that is being traced. Each is one
+custom call, run by XLA on every local device for its own shard:
+
+    route, values ─→ [to shards] ─→ custom call "…send…" ─→ token
+    route ─→ custom call "…recv…" ─→ [from shards] ─→ values
+
+The *route*, an operand, says where to and which message, so a program is compiled once
+for all microbatches, peers and steps. Of a value that several devices hold alike, one
+device sends and all of the receiver's devices read the one message.
+
+Laws:
+
+* torch_xla tells custom calls apart by the name of their target alone, so every list
+  of shapes and dtypes has a target of its own.
+* A program of this transport never fails. A receive whose message cannot come is
+  filled with NaN (-1 for integers) and the failure is raised by Python: by the next
+  call here or by `settle`, which a step ends with. See docs/design/006.
+"""
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_xla_pp import env, xla_compat
+from torch_xla_pp.errors import TransportError, TransportTimeout
+from torch_xla_pp.transport import native
+from torch_xla_pp.transport.rendezvous import Rendezvous
+from torch_xla_pp.transport.stage_transport import (
+    Direction,
+    Message,
+    ShardLayout,
+    digest,
+    not_sent_yet,
+    require_values,
+)
+
+_CLOSE_S = 5.0
+_GRACE_S = 30.0
+_NEVER = (1 << 63) - 1
+_MAX_READABLE = 160
+_DIRECTIONS: tuple[Direction, ...] = ("F", "B")
+
+_logger = logging.getLogger(__name__)
+
+
+def send_op(route: Tensor, values: Sequence[Tensor]) -> Tensor:
+    """Add the sending of `values` to the graph.
+
+    Args:
+        route: What `InGraphTransport.send_route` returned.
+        values: Pending values, annotated with their shardings.
+
+    Returns:
+        A token; the op is part of a program only if the token is one of its outputs.
+    """
+    layouts = [ShardLayout.of_tensor(value) for value in values]
+    target = _target("send", layouts)
+    native.register_target(target, is_receive=False)
+    shards = [
+        xla_compat.to_shards(value, layout.sharding)
+        for value, layout in zip(values, layouts, strict=True)
+    ]
+    (token,) = xla_compat.custom_call(
+        target, [_whole(route), *shards], [(1,)], [torch.int32]
+    )
+    replicated = xla_compat.replicated_sharding()
+    return xla_compat.from_shards(token, replicated, (1,), torch.int32)
+
+
+def receive_op(route: Tensor, layouts: Sequence[ShardLayout]) -> list[Tensor]:
+    """Add the receiving of values to the graph, and return them.
+
+    Args:
+        route: What `InGraphTransport.receive_route` returned.
+        layouts: What the values look like.
+    """
+    target = _target("recv", layouts)
+    native.register_target(target, is_receive=True)
+    shards = xla_compat.custom_call(
+        target,
+        [_whole(route)],
+        [layout.shard_shape for layout in layouts],
+        [layout.dtype for layout in layouts],
+    )
+    return [
+        xla_compat.from_shards(shard, layout.sharding, layout.shape, layout.dtype)
+        for shard, layout in zip(shards, layouts, strict=True)
+    ]
+
+
+def _whole(route: Tensor) -> Tensor:
+    return xla_compat.to_shards(route, xla_compat.replicated_sharding())
+
+
+def _target(kind: str, layouts: Sequence[ShardLayout]) -> str:
+    text = "; ".join(map(str, layouts))
+    if len(text) > _MAX_READABLE:
+        text = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return f"torch_xla_pp.{kind}({text})"
+
+
+class InGraphTransport:
+    """Send and receive the values of stages from inside the XLA programs.
+
+    Args:
+        rendezvous: Agreement and errors of the group's ranks.
+        token: What all members of the job know.
+
+    Raises:
+        native.Unavailable: The compiled library cannot be used here.
+    """
+
+    name = "in_graph"
+
+    def __init__(self, rendezvous: Rendezvous, token: bytes) -> None:
+        self._rendezvous = rendezvous
+        self._num_devices = xla_compat.num_local_devices()
+        self.engine = native.Engine(
+            rendezvous.rank,
+            self._num_devices,
+            rendezvous.timeout_s,
+            token,
+            env.master_host(),
+        )
+        rendezvous.publish("address", self.engine.address())
+        rendezvous.join(self)
+        self._connected: set[int] = {rendezvous.rank}
+        self._generation = rendezvous.generation
+        self._sent: Counter[tuple[int, Message]] = Counter()
+        self._received: Counter[tuple[int, Message]] = Counter()
+
+    # Called by the rendezvous.
+
+    def report(self, generation: int, report: str) -> None:
+        """Tell the peers that this rank failed."""
+        self.engine.report(generation, report)
+
+    def end(self, generation: int) -> None:
+        """Forget the messages of a generation that this rank leaves."""
+        self.engine.advance(generation + 1)
+
+    # Of the protocol.
+
+    def expect(self, direction: Direction, stage: int, peer: int) -> None:
+        """Make ready for messages of one kind from group rank `peer`."""
+        self.engine.expect(peer, _DIRECTIONS.index(direction), stage)
+        self._connect(peer)
+
+    def send(self, message: Message, peer: int, tensors: Sequence[Tensor]) -> None:
+        """Enqueue a program that sends `tensors` to group rank `peer`.
+
+        Raises:
+            ValueError: There are no tensors.
+            TransportError: An earlier message has failed.
+        """
+        layouts = [ShardLayout.of_tensor(tensor) for tensor in tensors]
+        route = self.send_route(message, peer, layouts)
+        xla_compat.materialize([send_op(route, tensors)])
+
+    def recv(
+        self, message: Message, peer: int, layouts: Sequence[ShardLayout]
+    ) -> list[Tensor]:
+        """Enqueue a program that receives the values of `message`, and return them.
+
+        Raises:
+            ValueError: There are no layouts.
+            TransportError: An earlier message has failed, or `peer` is this rank and
+                has not sent the message yet.
+        """
+        values = receive_op(self.receive_route(message, peer, layouts), layouts)
+        xla_compat.materialize(values)
+        return values
+
+    def settle(self) -> None:
+        """Wait until all receives have ended.
+
+        Raises:
+            TransportError: One of them failed; its values are void.
+            TransportTimeout: One of them waited for too long.
+            Exception: A peer has reported a failure, see `Rendezvous.check`.
+        """
+        count = self._received.total()
+        generation = self._generation
+
+        def is_settled(limit_s: float) -> bool:
+            self.check()
+            return self.engine.settle(generation, count, limit_s)
+
+        self.check()
+        # Each receive has a limit of its own, which begins when its program runs.
+        limit_s = self._rendezvous.timeout_s + _GRACE_S
+        self._rendezvous.wait_until(
+            is_settled, limit_s, lambda: "its own device to receive"
+        )
+        for notice in self.engine.take_notices():
+            _logger.warning("rank %d: %s", self._rendezvous.rank, notice)
+
+    def check(self) -> None:
+        """Raise what has failed since the last failure; takes microseconds.
+
+        Raises:
+            TransportError: A message of this rank failed.
+            Exception: A peer has reported a failure, see `Rendezvous.check`.
+        """
+        generation = self._rendezvous.generation
+        if generation != self._generation:
+            self._generation = generation
+            self._sent.clear()
+            self._received.clear()
+        failure = self.engine.failure(generation)
+        if failure is None:
+            return
+        if failure.is_report:
+            self._rendezvous.tell(generation, failure.text)
+            self._rendezvous.check()
+        kind = TransportTimeout if failure.is_timeout else TransportError
+        error = kind(failure.text)
+        self._rendezvous.report(error)
+        raise error
+
+    def send_route(
+        self, message: Message, peer: int, layouts: Sequence[ShardLayout]
+    ) -> Tensor:
+        """Return the route operand for the next send of `message`."""
+        require_values(message, layouts)
+        self.check()
+        self._connect(peer)
+        number = self._sent[peer, message]
+        self._sent[peer, message] += 1
+        return self._route(message, peer, number, layouts)
+
+    def receive_route(
+        self, message: Message, peer: int, layouts: Sequence[ShardLayout]
+    ) -> Tensor:
+        """Return the route operand for the next receive of `message`."""
+        require_values(message, layouts)
+        self.check()
+        self._connect(peer)
+        number = self._received[peer, message]
+        if peer == self._rendezvous.rank and number >= self._sent[peer, message]:
+            raise not_sent_yet(message)
+        self._received[peer, message] += 1
+        return self._route(message, peer, number, layouts)
+
+    def _route(
+        self, message: Message, peer: int, number: int, layouts: Sequence[ShardLayout]
+    ) -> Tensor:
+        fields = [
+            self.engine.id,
+            self._generation,
+            peer,
+            _DIRECTIONS.index(message.direction),
+            message.stage,
+            message.microbatch,
+            number,
+            digest(layouts),
+            *(owner for layout in layouts for owner in layout.owners),
+        ]
+        route = torch.tensor(fields, dtype=torch.int64)
+        return xla_compat.from_local_shards(
+            [route], xla_compat.replicated_sharding(), route.shape
+        )
+
+    def _connect(self, peer: int) -> None:
+        if peer in self._connected:
+            return
+        self.engine.connect(peer, self._rendezvous.read("address", peer))
+        self._connected.add(peer)
+
+    def close(self) -> None:
+        """Let what was enqueued be sent and arrive, and part from the peers."""
+        self.engine.settle(self._generation, self._received.total(), _CLOSE_S)
+        self.engine.advance(_NEVER)
+        xla_compat.wait_device()
+        if not self.engine.close(_CLOSE_S):
+            _logger.warning(
+                "rank %d: not everything that was sent has arrived within %g s",
+                self._rendezvous.rank,
+                _CLOSE_S,
+            )
