@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CSRC := $(wildcard csrc/*.cc csrc/*.h csrc/test/*.cc)
-MATCHING := $(addprefix csrc/,engine.cc executor.cc inbox.cc message.cc)
+MATCHING := $(addprefix csrc/,engine.cc executor.cc inbox.cc message.cc pool.cc)
 
 .PHONY: help demo test lint types format sanitize clean
 

@@ -3,29 +3,31 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <tuple>
+
+#include "pool.h"
 
 namespace xla_pp {
 
 // A block of host memory with one owner.
 class Bytes {
  public:
-  Bytes() = default;
-  explicit Bytes(size_t size)
-      : data_(static_cast<char*>(std::malloc(size ? size : 1))), size_(size) {}
+  Bytes() : data_(nullptr, Give(0)) {}
+  explicit Bytes(size_t size) : data_(TakeBlock(size), Give(size)), size_(size) {}
 
   char* data() { return data_.get(); }
   const char* data() const { return data_.get(); }
   size_t size() const { return size_; }
 
  private:
-  struct Free {
-    void operator()(char* data) const { std::free(data); }
+  struct Give {
+    explicit Give(size_t taken_size) : size(taken_size) {}
+    void operator()(char* data) const { GiveBlock(data, size); }
+    size_t size;
   };
-  std::unique_ptr<char, Free> data_;
+  std::unique_ptr<char, Give> data_;
   size_t size_ = 0;
 };
 

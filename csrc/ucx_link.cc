@@ -89,6 +89,9 @@ ucp_context_h MakeContext(const std::string& host) {
                                                                ucp_config_release);
   SetUnlessGiven(config, "NET_DEVICES", InterfaceTowards(host));
   SetUnlessGiven(config, "KEEPALIVE_INTERVAL", "1s");
+  // Else UCX leaves shared memory out, as endpoints are to notice the peer's death.
+  SetUnlessGiven(config, "POSIX_ERROR_HANDLING", "y");
+  SetUnlessGiven(config, "SYSV_ERROR_HANDLING", "y");
   ucp_params_t params{};
   params.field_mask = UCP_PARAM_FIELD_FEATURES;
   params.features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
