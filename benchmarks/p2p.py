@@ -41,8 +41,13 @@ def in_graph_side(size: int) -> tuple[Callable[[], None], Callable[[int], None]]
     """Return a round trip, and the sending of a number of messages in one direction."""
     from torch_xla_pp import xla_compat
     from torch_xla_pp.compile import Function, Program
-    from torch_xla_pp.transport import Message, ShardLayout, of_group
-    from torch_xla_pp.transport.in_graph import receive_op, send_op
+    from torch_xla_pp.transport import (
+        Message,
+        ShardLayout,
+        of_group,
+        receive_op,
+        send_op,
+    )
 
     transport = of_group(None).transport
     rank, peer = dist.get_rank(), 1 - dist.get_rank()
@@ -50,15 +55,12 @@ def in_graph_side(size: int) -> tuple[Callable[[], None], Callable[[int], None]]
     x = torch.zeros(size // 4, device="xla")
     xla_compat.materialize([x])
     layouts = [ShardLayout.of_tensor(x)]
-    replicated = xla_compat.replicated_sharding()
 
     def receive(route: Tensor) -> tuple[Tensor, ...]:
         return (receive_op(route, layouts)[0],)
 
     def send(route: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        value = value.clone()
-        xla_compat.annotate(value, replicated)
-        return (send_op(route, [value]),)
+        return (send_op(route, [value], layouts),)
 
     receiving = Program(
         Function(name="recv", module=receive, inputs=("route",), outputs=("x",)), {}

@@ -43,6 +43,12 @@ def test_two_ranks_train_as_one_process(
     check(worlds.run(train, ranks=2, devices=devices, args=(job,)))
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stages_may_send_through_the_host(worlds: Worlds, schedule: str) -> None:
+    job = Job(schedule=schedule, frontend="manual", devices=2, transport="host")
+    check(worlds.run(train, ranks=2, devices=2, args=(job,)))
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("frontend", ["traced", "manual"])
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])

@@ -5,6 +5,7 @@ that it can compare its own stages.
 """
 
 import copy
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +98,7 @@ class Job:
     sharding: Any = None
     axes: tuple[str, ...] = ("data",)
     axis_sizes: tuple[int, ...] | None = None
+    transport: str = ""
 
     @property
     def num_stages(self) -> int:
@@ -202,6 +204,8 @@ def mesh_of(job: Job) -> Any:
 
 def train(job: Job) -> Report:
     """Train for some steps and compare with the unsplit model after each."""
+    if job.transport:
+        os.environ["TORCH_XLA_PP_TRANSPORT"] = job.transport
     dist.init_process_group("xla_pp")
     mesh = mesh_of(job)
     torch.manual_seed(0)

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.testing import Outcome, Worlds
-from torch_xla_pp.transport import Message, ShardLayout, XlaPpProcessGroup
-from torch_xla_pp.transport.in_graph import (
+from torch_xla_pp.transport import (
     InGraphTransport,
+    Message,
+    ShardLayout,
+    XlaPpProcessGroup,
     receive_op,
     send_op,
 )
@@ -56,9 +58,7 @@ def boundary_program(dump: str) -> None:
     transport.send(NAME, peer, values(group.rank()))
     received = receive_op(transport.receive_route(NAME, peer, layouts()), layouts())
     doubled = [value + value for value in received]
-    for value, layout in zip(doubled, layouts(), strict=True):
-        xla_compat.annotate(value, layout.sharding)
-    token = send_op(transport.send_route(NAME, peer, layouts()), doubled)
+    token = send_op(transport.send_route(NAME, peer, layouts()), doubled, layouts())
     xla_compat.materialize([token])
     # It comes back doubled.
     found = transport.recv(NAME, peer, layouts())
@@ -86,6 +86,17 @@ def test_a_boundary_is_two_custom_calls_and_nothing_else(
         assert ops <= known
 
 
+def wrong_value() -> None:
+    group, transport, peer = join()
+    route = transport.send_route(NAME, peer, layouts())
+    with pytest.raises(ValueError, match=r"send: expected float32\[4, 2\] .*, got"):
+        send_op(route, [value.bool() for value in values()], layouts())
+
+
+def test_a_value_must_be_what_was_agreed_on(worlds: Worlds) -> None:
+    worlds.run(wrong_value, ranks=2, devices=2, keep_workers=True)
+
+
 def random_values() -> int:
     """Send what Hypothesis draws, alike on both ranks, through one program each way."""
     group, transport, peer = join()
@@ -106,7 +117,7 @@ def random_values() -> int:
         sent = [on_device(value, spec) for value, spec in drawn]
         laid_out = [ShardLayout.of_tensor(value) for value in sent]
         route = transport.send_route(NAME, peer, laid_out)
-        xla_compat.materialize([send_op(route, sent)])
+        xla_compat.materialize([send_op(route, sent, laid_out)])
         route = transport.receive_route(NAME, peer, laid_out)
         received = receive_op(route, laid_out)
         # Uneven values become whole when they leave a program: compare inside of it.
@@ -303,7 +314,7 @@ def other_number_of_devices() -> str:
         if group.rank() == 0:
             layout = [v._replace(tiles=(0, 1, 2, 3)) for v in layouts()]
             route = transport.send_route(NAME, peer, layout)
-            xla_compat.materialize([send_op(route, values())])
+            xla_compat.materialize([send_op(route, values(), layouts())])
         else:
             transport.recv(NAME, peer, layouts())
         transport.settle()

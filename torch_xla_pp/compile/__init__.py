@@ -1,5 +1,6 @@
 """Compile stages: from a module to XLA programs that are traced once."""
 
+from torch_xla_pp.compile.border import ROUTE_IN, ROUTE_OUT
 from torch_xla_pp.compile.export import JointGraph, export_joint
 from torch_xla_pp.compile.partition import (
     Function,
@@ -8,13 +9,16 @@ from torch_xla_pp.compile.partition import (
     partition_joint,
 )
 from torch_xla_pp.compile.program import Program
-from torch_xla_pp.compile.stage_programs import Forwarded, StagePrograms
+from torch_xla_pp.compile.stage_programs import Borders, Forwarded, StagePrograms
 
 __all__ = [
+    "Borders",
     "Forwarded",
     "Function",
     "JointGraph",
     "Program",
+    "ROUTE_IN",
+    "ROUTE_OUT",
     "StageFunctions",
     "StagePrograms",
     "accumulator",

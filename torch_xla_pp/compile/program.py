@@ -13,12 +13,14 @@ exception when broken:
 * The sharding of an output is pinned where the caller relies on it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
+from torch_xla_pp.compile import border
+from torch_xla_pp.compile.border import ROUTE_IN, ROUTE_OUT, TOKEN, Border
 from torch_xla_pp.compile.partition import Function
 from torch_xla_pp.errors import PipelineError
 
@@ -33,6 +35,14 @@ class Program:
         pins: Output name → the sharding that the output must have.
         checked: Names of the inputs whose sharding is compared at every call; they
             come from outside of the stage's own programs.
+        received: Inputs that the program receives from another rank.
+        sent: Values that the program sends to another rank.
+        wanted: Names to return, of outputs and received values; None for the
+            function's outputs.
+
+    Attributes:
+        inputs: Names of the values that a call needs.
+        outputs: Names of the values that a call returns.
     """
 
     def __init__(
@@ -40,10 +50,26 @@ class Program:
         function: Function,
         pins: Mapping[str, xla_compat.OpSharding],
         checked: Sequence[str] = (),
+        *,
+        received: Border | None = None,
+        sent: Border | None = None,
+        wanted: Collection[str] | None = None,
     ) -> None:
         self.function = function
+        self._received = received
+        self._sent = sent
+        arriving = border.names_of(received)
+        made = {*function.outputs, *arriving}
+        passed = [n for n in border.names_of(sent) if n not in made]
+        inputs = [n for n in (*function.inputs, *passed) if n not in arriving]
+        inputs += [ROUTE_IN] if received is not None else []
+        inputs += [ROUTE_OUT] if sent is not None else []
+        self.inputs = tuple(dict.fromkeys(inputs))
+        kept = function.outputs if wanted is None else (*function.outputs, *arriving)
+        outputs = [n for n in dict.fromkeys(kept) if wanted is None or n in wanted]
+        self.outputs = (*outputs, TOKEN) if sent is not None else tuple(outputs)
         self._pins = {n: pins[n] for n in function.outputs if n in pins}
-        self._checked = [i for i, n in enumerate(function.inputs) if n in checked]
+        self._checked = [i for i, n in enumerate(self.inputs) if n in checked]
         self._expected: list[str] = []
         self._hash: xla_compat.GraphHash | None = None
         self._parameters: list[int | Tensor] = []
@@ -65,7 +91,7 @@ class Program:
             PipelineError: The sharding of a value differs from the one that the
                 program was compiled for.
         """
-        args = [values[name] for name in self.function.inputs]
+        args = [values[name] for name in self.inputs]
         if self._hash is None:
             self._hash = self._trace(args)
         elif self._checked:
@@ -76,7 +102,7 @@ class Program:
         for slot in self._seed_slots:
             parameters[slot] = xla_compat.seed_tensor(seed)
         outputs = xla_compat.run_graph(self._hash, parameters)
-        return dict(zip(self.function.outputs, outputs, strict=True))
+        return dict(zip(self.outputs, outputs, strict=True))
 
     def _trace(self, args: list[Tensor]) -> xla_compat.GraphHash:
         """Trace and compile the function for arguments such as `args`.
@@ -87,12 +113,21 @@ class Program:
         args = _distinct(args)
         self._expected = _shardings([args[i] for i in self._checked])
         with torch.no_grad(), xla_compat.fixed_seed(0):
-            outputs = list(self.function.module(*args))
-        for i, name in enumerate(self.function.outputs):
-            if name in self._pins:
-                xla_compat.annotate(outputs[i], self._pins[name])
+            outputs = self._compute(dict(zip(self.inputs, args, strict=True)))
         self._map_parameters(args, outputs)
         return xla_compat.compile_graph(outputs)
+
+    def _compute(self, values: dict[str, Tensor]) -> list[Tensor]:
+        """Receive, run the function and send; all of it pending."""
+        if self._received is not None:
+            values |= border.receive(self._received, values[ROUTE_IN])
+        results = self.function.module(*(values[n] for n in self.function.inputs))
+        values |= zip(self.function.outputs, results, strict=True)
+        for name, sharding in self._pins.items():
+            xla_compat.annotate(values[name], sharding)
+        if self._sent is not None:
+            values[TOKEN] = border.send(self._sent, values[ROUTE_OUT], values)
+        return [values[name] for name in self.outputs]
 
     def _map_parameters(self, args: list[Tensor], outputs: list[Tensor]) -> None:
         """Find out which argument each parameter of the program is."""
@@ -123,7 +158,7 @@ class Program:
         if found == self._expected:
             return
         wrong = [
-            f"{self.function.inputs[i]}: expected {expected}, got {got}"
+            f"{self.inputs[i]}: expected {expected}, got {got}"
             for i, expected, got in zip(
                 self._checked, self._expected, found, strict=True
             )

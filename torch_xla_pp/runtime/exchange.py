@@ -6,6 +6,7 @@ from torch import Tensor
 
 from torch_xla_pp.transport import (
     Direction,
+    InGraphTransport,
     Message,
     ShardLayout,
     XlaPpProcessGroup,
@@ -32,6 +33,23 @@ class Exchange:
         if rank != self._group.rank():
             self._group.transport.expect(direction, stage, rank)
 
+    def is_in_graph(self, rank: int) -> bool:
+        """Return whether programs exchange values with group rank `rank` themselves."""
+        is_own = rank == self._group.rank()
+        return not is_own and isinstance(self._group.transport, InGraphTransport)
+
+    def send_route(
+        self, message: Message, rank: int, layouts: Sequence[ShardLayout]
+    ) -> Tensor:
+        """Return what tells a program where to send `message`."""
+        return self._in_graph.send_route(message, rank, layouts)
+
+    def receive_route(
+        self, message: Message, rank: int, layouts: Sequence[ShardLayout]
+    ) -> Tensor:
+        """Return what tells a program which `message` to receive."""
+        return self._in_graph.receive_route(message, rank, layouts)
+
     def settle(self) -> None:
         """Wait until all values of other ranks that were asked for are there.
 
@@ -54,6 +72,13 @@ class Exchange:
         if rank == self._group.rank():
             return self._group.mailbox.pop(message)
         return self._group.transport.recv(message, rank, layouts)
+
+    @property
+    def _in_graph(self) -> InGraphTransport:
+        transport = self._group.transport
+        if not isinstance(transport, InGraphTransport):
+            raise TypeError(f"expected the in-graph transport, got {transport.name}")
+        return transport
 
     def forget(self, stage: int) -> None:
         """Drop what lies in the mailbox for `stage`, left over from a failed step."""

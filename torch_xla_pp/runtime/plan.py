@@ -4,7 +4,7 @@ A plan is made before the first step and never changes; programs are added to it
 they are needed, one set per training mode of the module.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import JointGraph, StagePrograms, export_joint
+from torch_xla_pp.compile import Borders, JointGraph, StagePrograms, export_joint
 from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.mesh import Partition, TensorSpec
 from torch_xla_pp.runtime.module_state import ModuleState
@@ -70,10 +70,12 @@ class Variant(NamedTuple):
     Attributes:
         programs: The compiled programs.
         outputs: What the stage's outputs look like.
+        borders: What the programs exchange with other ranks themselves.
     """
 
     programs: StagePrograms
     outputs: tuple[TensorSpec, ...]
+    borders: Borders
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -105,9 +107,19 @@ class StagePlan:
         return self.received + self.given
 
     def variant(
-        self, module: nn.Module, placement: Placement, state: ModuleState
+        self,
+        module: nn.Module,
+        placement: Placement,
+        state: ModuleState,
+        borders: Callable[[tuple[TensorSpec, ...]], Borders],
     ) -> Variant:
         """Return what the module is in its present mode, traced when new.
+
+        Args:
+            module: The stage's module.
+            placement: How its values lie on the devices.
+            state: Its parameters and buffers.
+            borders: Says for its outputs what the programs exchange with other ranks.
 
         Raises:
             StageShapeError: The module cannot run on the inputs, or its outputs are
@@ -125,13 +137,15 @@ class StagePlan:
                 for value, needs_grad in joint.example_outputs
             )
             self._check_outputs(outputs)
+            own = borders(outputs)
             programs = StagePrograms(
                 joint,
                 [placement.sharding(spec.partition) for spec in outputs],
                 [placement.sharding(spec.partition) for spec in self.inputs],
                 state.shardings(),
+                own,
             )
-            self._variants[mode] = Variant(programs, outputs)
+            self._variants[mode] = Variant(programs, outputs, own)
         return self._variants[mode]
 
     def _export(self, module: nn.Module) -> JointGraph:

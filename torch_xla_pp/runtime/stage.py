@@ -1,8 +1,9 @@
 """Pipeline stages that run as compiled XLA programs under torch's own schedules.
 
 A schedule calls `forward_one_chunk`, `backward_one_chunk` and
-`backward_weight_one_chunk` in its order; each call receives what it needs, enqueues
-one program, and sends what others need.
+`backward_weight_one_chunk` in its order; each call enqueues one program, which begins
+by receiving what it needs and ends by sending what others need. With the host
+transport, and between stages of one rank, the call itself does both.
 
 Law: gradients are scaled once. The derivative of the loss is divided by the number of
 microbatches before it enters the last stage's backward.
@@ -20,7 +21,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import Forwarded, StagePrograms
+from torch_xla_pp.compile import (
+    ROUTE_IN,
+    ROUTE_OUT,
+    Borders,
+    Forwarded,
+    StagePrograms,
+)
 from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.mesh import Partition, TensorSpec
 from torch_xla_pp.runtime import handshake
@@ -43,7 +50,7 @@ from torch_xla_pp.runtime.torch_compat import (
     num_microbatches,
     scales_grads,
 )
-from torch_xla_pp.transport import Message, of_group
+from torch_xla_pp.transport import Direction, Message, of_group
 
 T = TypeVar("T")
 
@@ -228,7 +235,25 @@ class XlaPipelineStage(SilentStage):
         return spec_of(value, partition, False)
 
     def _variant(self, plan: StagePlan) -> Variant:
-        return plan.variant(self.submod, self._placement, self._state)
+        def borders(outputs: tuple[TensorSpec, ...]) -> Borders:
+            return self._borders(plan, outputs)
+
+        return plan.variant(self.submod, self._placement, self._state, borders)
+
+    def _borders(self, plan: StagePlan, outputs: tuple[TensorSpec, ...]) -> Borders:
+        """Say which messages are ops of this stage's programs."""
+        layout = self._placement.layout
+        received, sent = {}, {}
+        if not self.is_first and self._exchange.is_in_graph(self._rank_of(-1)):
+            received = dict(enumerate(plan.received))
+        if not self.is_last and self._exchange.is_in_graph(self._rank_of(1)):
+            sent = {i: outputs[i] for i in self._sent_of(range(len(outputs)))}
+        return Borders(
+            inputs={i: layout(spec) for i, spec in received.items()},
+            outputs={i: layout(spec) for i, spec in sent.items()},
+            tangents={i: layout(v) for i, v in sent.items() if v.requires_grad},
+            grads={i: layout(v) for i, v in received.items() if v.requires_grad},
+        )
 
     def _sent_of(self, outputs: Sequence[T]) -> Sequence[T]:
         """Return those of a list of all outputs that the next stage takes."""
@@ -247,17 +272,18 @@ class XlaPipelineStage(SilentStage):
         """Receive, enqueue the forward of one microbatch, and send.
 
         Returns:
-            The stage's output; on the last stage of a training step its tensors are
-            leaves that a loss may be computed from.
+            The stage's output, None if its program has sent it; on the last stage of a
+            training step its tensors are leaves that a loss may be computed from.
         """
         with self._reporting():
             plan = self._plan()
             variant = self._variant(plan)
-            inputs = self._inputs(plan, fwd_chunk_id, args, kwargs)
+            live = self._inputs(plan, fwd_chunk_id, args, kwargs)
+            self._add_routes(live, "F", fwd_chunk_id, variant.borders)
             seed = self._seed(fwd_chunk_id)
             programs = variant.programs
             run = programs.forward if self.has_backward else programs.inference
-            result = run(self._state.fixed, inputs, seed)
+            result = run(self._state.fixed, live, seed)
             self._state.update_buffers(result.updates)
             if self.has_backward:
                 self._live[fwd_chunk_id] = result.live
@@ -284,7 +310,8 @@ class XlaPipelineStage(SilentStage):
             plan = self._plan()
             variant = self._variant(plan)
             live = self._live.pop(bwd_chunk_id)
-            live |= self._tangents(variant.outputs, bwd_chunk_id, loss)
+            live |= self._tangents(variant, bwd_chunk_id, loss)
+            self._add_routes(live, "B", bwd_chunk_id, variant.borders)
             programs = variant.programs
             if full_backward:
                 grads, sums = programs.backward(self._fixed(programs), live)
@@ -292,7 +319,7 @@ class XlaPipelineStage(SilentStage):
             else:
                 grads, residual = programs.backward_input(self._state.fixed, live)
                 self._residuals[bwd_chunk_id] = residual
-            if not self.is_first:
+            if not self.is_first and not variant.borders.grads:
                 self._send_grads(plan, bwd_chunk_id, grads)
             if full_backward:
                 self._count_done(plan)
@@ -318,7 +345,7 @@ class XlaPipelineStage(SilentStage):
         microbatch: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None,
-    ) -> list[Tensor]:
+    ) -> dict[str, Tensor]:
         """Collect the inputs of one microbatch as device data."""
         signature, outside = Signature.of(args if self.is_first else (), kwargs)
         if signature != plan.signature:
@@ -329,7 +356,7 @@ class XlaPipelineStage(SilentStage):
                 "shapes and arguments in every step."
             )
         received = []
-        if plan.received:
+        if plan.received and not self._exchange.is_in_graph(self._rank_of(-1)):
             layouts = [self._placement.layout(spec) for spec in plan.received]
             message = Message("F", self.stage_index, microbatch)
             received = self._exchange.receive(message, self._rank_of(-1), layouts)
@@ -338,10 +365,41 @@ class XlaPipelineStage(SilentStage):
             for value, spec in zip(outside, plan.given, strict=True)
         ]
         xla_compat.materialize(given)
-        return received + given
+        first = len(plan.received)
+        return {
+            **{f"input:{i}": value for i, value in enumerate(received)},
+            **{f"input:{i}": value for i, value in enumerate(given, first)},
+        }
+
+    def _add_routes(
+        self,
+        live: dict[str, Tensor],
+        direction: Direction,
+        microbatch: int,
+        borders: Borders,
+    ) -> None:
+        """Tell a program what to receive and where to send, if it does so itself."""
+        ahead = 1 if direction == "F" else -1
+        arriving, leaving = borders.inputs, borders.outputs
+        if direction == "B":
+            arriving, leaving = borders.tangents, borders.grads
+        if arriving:
+            live[ROUTE_IN] = self._exchange.receive_route(
+                Message(direction, self.stage_index, microbatch),
+                self._rank_of(-ahead),
+                list(arriving.values()),
+            )
+        if leaving:
+            live[ROUTE_OUT] = self._exchange.send_route(
+                Message(direction, self.stage_index + ahead, microbatch),
+                self._rank_of(ahead),
+                list(leaving.values()),
+            )
 
     def _pass_on(self, variant: Variant, microbatch: int, result: Forwarded) -> Any:
         """Send outputs to the next stage, or give them to the schedule."""
+        if variant.borders.outputs:
+            return None
         structure = variant.programs.output_spec
         outputs = [value.detach() for value in result.outputs]
         if not self.is_last:
@@ -359,17 +417,18 @@ class XlaPipelineStage(SilentStage):
         return pytree.tree_unflatten(self._leaves[microbatch], structure)
 
     def _tangents(
-        self, specs: Sequence[TensorSpec], microbatch: int, loss: Tensor | None
+        self, variant: Variant, microbatch: int, loss: Tensor | None
     ) -> dict[str, Tensor]:
-        """Return the gradient of each output that has one."""
+        """Return the gradient of each output that has one, unless a program gets it."""
+        specs, found = variant.outputs, {}
         if self.is_last:
             found = self._loss_grads(specs, microbatch, loss)
-        else:
+        elif not variant.borders.tangents:
             found = self._received_grads(specs, microbatch)
         return {
             f"tangent:{index}": self._or_zeros(found.get(index), spec)
             for index, spec in enumerate(specs)
-            if spec.requires_grad
+            if spec.requires_grad and index not in variant.borders.tangents
         }
 
     def _loss_grads(

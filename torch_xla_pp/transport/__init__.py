@@ -1,5 +1,10 @@
 """Messages between ranks: process group "xla_pp", agreement, errors, transport."""
 
+from torch_xla_pp.transport.in_graph import (
+    InGraphTransport,
+    receive_op,
+    send_op,
+)
 from torch_xla_pp.transport.process_group import (
     XlaPpProcessGroup,
     of_group,
@@ -15,12 +20,15 @@ from torch_xla_pp.transport.stage_transport import (
 
 __all__ = [
     "Direction",
+    "InGraphTransport",
     "Message",
     "Rendezvous",
     "ShardLayout",
     "StageTransport",
     "XlaPpProcessGroup",
     "of_group",
+    "receive_op",
+    "send_op",
 ]
 
 register_backend()

@@ -49,17 +49,28 @@ _DIRECTIONS: tuple[Direction, ...] = ("F", "B")
 _logger = logging.getLogger(__name__)
 
 
-def send_op(route: Tensor, values: Sequence[Tensor]) -> Tensor:
+def send_op(
+    route: Tensor, values: Sequence[Tensor], layouts: Sequence[ShardLayout]
+) -> Tensor:
     """Add the sending of `values` to the graph.
 
     Args:
         route: What `InGraphTransport.send_route` returned.
-        values: Pending values, annotated with their shardings.
+        values: What to send.
+        layouts: How the values are laid out for it.
 
     Returns:
         A token; the op is part of a program only if the token is one of its outputs.
+
+    Raises:
+        ValueError: A value does not have the shape and dtype of its layout.
     """
-    layouts = [ShardLayout.of_tensor(value) for value in values]
+    for value, layout in zip(values, layouts, strict=True):
+        if (tuple(value.shape), value.dtype) != (layout.shape, layout.dtype):
+            raise ValueError(
+                f"send: expected {layout}, got {value.dtype} {list(value.shape)}. "
+                "Send what the receiver was told to expect."
+            )
     target = _target("send", layouts)
     native.register_target(target, is_receive=False)
     shards = [
@@ -161,7 +172,7 @@ class InGraphTransport:
         """
         layouts = [ShardLayout.of_tensor(tensor) for tensor in tensors]
         route = self.send_route(message, peer, layouts)
-        xla_compat.materialize([send_op(route, tensors)])
+        xla_compat.materialize([send_op(route, tensors, layouts)])
 
     def recv(
         self, message: Message, peer: int, layouts: Sequence[ShardLayout]
@@ -185,14 +196,13 @@ class InGraphTransport:
             TransportTimeout: One of them waited for too long.
             Exception: A peer has reported a failure, see `Rendezvous.check`.
         """
+        self.check()
         count = self._received.total()
-        generation = self._generation
 
         def is_settled(limit_s: float) -> bool:
             self.check()
-            return self.engine.settle(generation, count, limit_s)
+            return self.engine.settle(self._generation, count, limit_s)
 
-        self.check()
         # Each receive has a limit of its own, which begins when its program runs.
         limit_s = self._rendezvous.timeout_s + _GRACE_S
         self._rendezvous.wait_until(
