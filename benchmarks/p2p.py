@@ -57,13 +57,17 @@ def in_graph_side(size: int) -> tuple[Callable[[], None], Callable[[int], None]]
     layouts = [ShardLayout.of_tensor(x)]
 
     def receive(route: Tensor) -> tuple[Tensor, ...]:
-        return (receive_op(route, layouts)[0],)
+        (value,), token = receive_op(route, layouts)
+        return value, token
 
     def send(route: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         return (send_op(route, [value], layouts),)
 
     receiving = Program(
-        Function(name="recv", module=receive, inputs=("route",), outputs=("x",)), {}
+        Function(
+            name="recv", module=receive, inputs=("route",), outputs=("x", "token")
+        ),
+        {},
     )
     sending = Program(
         Function(name="send", module=send, inputs=("route", "x"), outputs=("token",)),

@@ -1,8 +1,10 @@
 // The ops of XLA programs that send and receive, as handlers of XLA's FFI.
 //
-// Operands of both: the route, int64[8 + tensors * devices] (see `Route`); the send op
-// has the shards to send after it and one int32[1] as its result, the receive op has
-// the received shards as its results. Dtypes and shapes are those of one device.
+// Receive: the route, int64[8 + tensors * devices] (see `Route`) → shards, a token.
+// Send: the route, anything, shards → a token.
+//
+// A token is an int32[1] without a meaning: a program that returns it keeps the op. The
+// second operand of a send makes it follow another op.
 
 #include <cstdint>
 #include <cstring>
@@ -35,6 +37,7 @@ struct Route {
 };
 
 constexpr size_t kRouteFields = 8;
+constexpr size_t kFirstSent = 2;  // operand of the send op
 
 struct Shard {
   char* data;
@@ -136,14 +139,21 @@ std::vector<size_t> PartSizes(const Route& route, const std::vector<Shard>& shar
   return sizes;
 }
 
-ffi::Error Send(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets) {
+// The token is the last result of both ops.
+void ClearToken(ffi::RemainingRets rets) {
+  const auto token = *rets.get<ffi::AnyBuffer>(rets.size() - 1).value();
+  std::memset(token.untyped_data(), 0, token.size_bytes());
+}
+
+ffi::Error Send(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  ClearToken(rets);
   const auto route_buffer = args.get<ffi::AnyBuffer>(0).value();
   const Route route = RouteOf(route_buffer);
   const auto engine = FindEngine(route.engine);
   if (!engine) return ffi::Error::Success();  // its group was closed
   Message message;
   std::vector<Shard> shards;
-  for (size_t i = 1; i < args.size(); ++i) {
+  for (size_t i = kFirstSent; i < args.size(); ++i) {
     const auto buffer = args.get<ffi::AnyBuffer>(i).value();
     AppendText(buffer, &message.layout.text);
     shards.push_back(ShardOf(buffer));
@@ -169,6 +179,7 @@ ffi::Error Send(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets) {
 }
 
 ffi::Future Receive(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  ClearToken(rets);
   auto promise = std::make_shared<ffi::Promise>();
   ffi::Future future(*promise);
   const auto route_buffer = args.get<ffi::AnyBuffer>(0).value();
@@ -176,7 +187,7 @@ ffi::Future Receive(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets 
   Request request;
   request.done = [promise] { promise->SetAvailable(); };
   std::vector<Shard> shards;
-  for (size_t i = 0; i < rets.size(); ++i) {
+  for (size_t i = 0; i + 1 < rets.size(); ++i) {
     const auto buffer = *rets.get<ffi::AnyBuffer>(i).value();
     AppendText(buffer, &request.layout.text);
     shards.push_back(ShardOf(buffer));

@@ -136,16 +136,8 @@ class UcxLink : public Link {
     if (!thread_.joinable()) return true;
     Post([this, farewell, timeout] {
       is_closing_ = true;
+      farewell_ = farewell;
       close_by_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout);
-      // In order: what was sent, the farewell, the end.
-      for (auto& [peer, endpoint] : endpoints_) {
-        if (!endpoint.is_lost && !farewell.empty()) {
-          auto out = std::make_shared<Outgoing>();
-          out->header = farewell;
-          SendNow(peer, out);
-        }
-      }
-      for (auto& [peer, endpoint] : endpoints_) CloseEndpoint(&endpoint, false);
     });
     thread_.join();
     {
@@ -234,9 +226,26 @@ class UcxLink : public Link {
     }
   }
 
+  // Ends all connections once what was sent has left: a large message is fetched by its
+  // receiver, and the farewell would overtake it.
+  void PartFromPeers() {
+    if (has_parted_ || (num_pending_ > 0 && Clock::now() < close_by_)) return;
+    has_parted_ = true;
+    for (auto& [peer, endpoint] : endpoints_) {
+      if (!endpoint.is_lost && !farewell_.empty()) {
+        auto out = std::make_shared<Outgoing>();
+        out->header = farewell_;
+        SendNow(peer, out);
+      }
+      CloseEndpoint(&endpoint, false);
+    }
+  }
+
   // Returns whether the link is closing and nothing is under way, or time is up.
   bool IsDone() {
     if (!is_closing_) return false;
+    PartFromPeers();
+    if (!has_parted_) return false;
     if (num_pending_ == 0 && closing_.empty()) return true;
     std::vector<void*> left;
     for (void* request : closing_) {
@@ -392,6 +401,8 @@ class UcxLink : public Link {
   std::vector<void*> closing_;
   int64_t num_pending_ = 0;
   bool is_closing_ = false;
+  bool has_parted_ = false;
+  std::string farewell_;
   bool is_clean_ = true;
   Clock::time_point close_by_;
 };

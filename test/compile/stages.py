@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import StagePrograms, accumulator, export_joint
+from torch_xla_pp.compile import Forwarded, StagePrograms, accumulator, export_joint
 
 
 class Compiled:
@@ -54,6 +54,10 @@ class Compiled:
         xla_compat.annotate(data, sharding or self.rows(value))
         xla_compat.materialize([data])
         return data
+
+    def forward(self, inputs: list[Tensor], seed: int = 0) -> Forwarded:
+        live = {f"input:{i}": value for i, value in enumerate(inputs)}
+        return self.programs.forward(self.fixed, live, seed)
 
     def zero_sums(self) -> dict[str, Tensor]:
         return {

@@ -99,7 +99,7 @@ def test_nothing_is_compiled_after_the_first_call(mesh: Any) -> None:
     compiled = Compiled(nn.Linear(8, 8), [torch.zeros(4, 8)], mesh)
     for i in range(4):
         x = compiled.upload(torch.randn(4, 8))
-        compiled.programs.forward(compiled.fixed, [x], 0)
+        compiled.forward([x], 0)
         if i == 0:
             metrics.clear_all()
     for name in ("UncachedCompile", "CreateCompileHandles", "ReplicateShardedData"):

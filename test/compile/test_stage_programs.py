@@ -63,7 +63,7 @@ def test_full_and_split_backward_equal_eager(mesh: Any) -> None:
         weights = [torch.randn(4, 8), torch.randn(4, 8), torch.randn(8, 4)]
         outputs, grad = run_eager(eager, x, index, weights)
         inputs = [compiled.upload(x), compiled.upload(index)]
-        result = programs.forward(compiled.fixed, inputs, 0)
+        result = compiled.forward(inputs)
         compiled.fixed.update(result.updates)
         for got, expected in zip(result.outputs, outputs, strict=True):
             assert close(got, expected)
@@ -95,7 +95,7 @@ def test_no_parameter_or_input_is_an_output_of_the_forward(mesh: Any) -> None:
 def test_gradient_sums_keep_the_sharding_of_their_parameter(mesh: Any) -> None:
     compiled = Compiled(nn.Linear(8, 8), [torch.zeros(4, 8, requires_grad=True)], mesh)
     x = torch.randn(4, 8)
-    result = compiled.programs.forward(compiled.fixed, [compiled.upload(x)], 0)
+    result = compiled.forward([compiled.upload(x)], 0)
     result.live["tangent:0"] = compiled.upload(x)
     fixed = {**compiled.fixed, **compiled.zero_sums()}
     grads, sums = compiled.programs.backward(fixed, result.live)
@@ -111,7 +111,7 @@ class Dropping(nn.Module):
 def dropped(compiled: Compiled, seed: int) -> tuple[Tensor, Tensor]:
     """Return output and input gradient for ones."""
     ones = compiled.upload(torch.ones(64, 64))
-    result = compiled.programs.forward(compiled.fixed, [ones], seed)
+    result = compiled.forward([ones], seed)
     result.live["tangent:0"] = ones
     grads, _ = compiled.programs.backward(compiled.fixed, result.live)
     assert grads[0] is not None
@@ -148,7 +148,7 @@ def test_training_mode_is_part_of_the_trace(mesh: Any) -> None:
     module = nn.Dropout(0.5).eval()
     compiled = Compiled(module, [torch.ones(4, 8, requires_grad=True)], mesh)
     result = compiled.programs.inference(
-        compiled.fixed, [compiled.upload(torch.ones(4, 8))], 3
+        compiled.fixed, {"input:0": compiled.upload(torch.ones(4, 8))}, 3
     )
     assert torch.equal(result.outputs[0].cpu(), torch.ones(4, 8))
 
@@ -158,7 +158,7 @@ def test_a_frozen_module_has_no_backward(mesh: Any) -> None:
     compiled = Compiled(module, [torch.zeros(4, 8)], mesh)
     assert not compiled.programs.has_backward
     x = torch.randn(4, 8)
-    result = compiled.programs.forward(compiled.fixed, [compiled.upload(x)], 0)
+    result = compiled.forward([compiled.upload(x)], 0)
     assert result.live == {}
     assert close(result.outputs[0], copy.deepcopy(module)(x))
 

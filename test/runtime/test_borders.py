@@ -1,20 +1,26 @@
 """Messages between ranks are part of the stages' programs, also when they fail."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch_xla
 import torch_xla.debug.metrics as metrics
-from runtime.training import Job, Model, batch, build, make_schedule, mesh_of, run_step
+from runtime.training import (
+    Job,
+    Model,
+    batch,
+    build,
+    join,
+    make_schedule,
+    mesh_of,
+    run_step,
+)
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe
 
 import torch_xla_pp as xpp
 from torch_xla_pp import xla_compat
 from torch_xla_pp.testing import Worlds
-from torch_xla_pp.transport import of_group
 
 pytestmark = pytest.mark.worlds
 
@@ -64,14 +70,12 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
 
 
 def failed_step(transport: str) -> None:
-    os.environ["TORCH_XLA_PP_TRANSPORT"] = transport
     device = xpp.device()
-    dist.init_process_group("xla_pp")
+    rendezvous = join(transport).rendezvous
     rank = dist.get_rank()
     torch.manual_seed(rank)
     stage = xpp.PipelineStage(Normed(), rank, 2, device)
     schedule = ScheduleGPipe(stage, 2, loss_fn=squared)
-    rendezvous = of_group(None).rendezvous
     x = torch.arange(32.0).reshape(8, 4)
 
     def step() -> None:

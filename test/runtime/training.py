@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn import functional as F
 
 import torch_xla_pp as xpp
+from torch_xla_pp.transport import XlaPpProcessGroup, of_group
 
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
@@ -202,11 +203,22 @@ def mesh_of(job: Job) -> Any:
     )
 
 
+def join(transport: str = "") -> XlaPpProcessGroup:
+    """Join the job with a transport, without a trace in the worker's environment."""
+    before = os.environ.get("TORCH_XLA_PP_TRANSPORT", "")
+    os.environ["TORCH_XLA_PP_TRANSPORT"] = transport or before
+    try:
+        dist.init_process_group("xla_pp")
+        group = of_group(None)
+        assert transport in ("", group.transport.name)
+        return group
+    finally:
+        os.environ["TORCH_XLA_PP_TRANSPORT"] = before
+
+
 def train(job: Job) -> Report:
     """Train for some steps and compare with the unsplit model after each."""
-    if job.transport:
-        os.environ["TORCH_XLA_PP_TRANSPORT"] = job.transport
-    dist.init_process_group("xla_pp")
+    join(job.transport)
     mesh = mesh_of(job)
     torch.manual_seed(0)
     reference = Model(job.num_stages).to(job.dtype)

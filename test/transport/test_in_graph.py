@@ -1,5 +1,6 @@
 """Sends and receives as ops of the programs: what is compiled, what may go wrong."""
 
+import logging
 import os
 import re
 import signal
@@ -56,9 +57,13 @@ def boundary_program(dump: str) -> None:
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text"
     group, transport, peer = join()
     transport.send(NAME, peer, values(group.rank()))
-    received = receive_op(transport.receive_route(NAME, peer, layouts()), layouts())
+    received, kept = receive_op(
+        transport.receive_route(NAME, peer, layouts()), layouts()
+    )
     doubled = [value + value for value in received]
-    token = send_op(transport.send_route(NAME, peer, layouts()), doubled, layouts())
+    token = send_op(
+        transport.send_route(NAME, peer, layouts()), doubled, layouts(), kept
+    )
     xla_compat.materialize([token])
     # It comes back doubled.
     found = transport.recv(NAME, peer, layouts())
@@ -84,6 +89,26 @@ def test_a_boundary_is_two_custom_calls_and_nothing_else(
         known = {"custom-call", "parameter", "tuple", "get-tuple-element", "fusion"}
         known |= {"add", "bitcast", "call", "constant", "copy"}
         assert ops <= known
+
+
+def nothing_but_empty_values() -> None:
+    _, transport, peer = join()
+    empty = [on_device(torch.zeros(0, 3))]
+    laid_out = [ShardLayout.of_tensor(value) for value in empty]
+    transport.send(NAME, peer, empty)
+    (found,) = transport.recv(NAME, peer, laid_out)
+    transport.settle()
+    assert found.shape == (0, 3)
+    # Neither is a receive dropped whose values are of no use.
+    transport.send(NAME, peer, values())
+    _, token = receive_op(transport.receive_route(NAME, peer, layouts()), layouts())
+    xla_compat.materialize([token])
+    transport.settle()
+    assert transport.engine.stats() == (0, 0, 0)
+
+
+def test_every_message_is_received_also_if_nobody_needs_it(worlds: Worlds) -> None:
+    worlds.run(nothing_but_empty_values, ranks=2, devices=2, keep_workers=True)
 
 
 def wrong_value() -> None:
@@ -119,13 +144,14 @@ def random_values() -> int:
         route = transport.send_route(NAME, peer, laid_out)
         xla_compat.materialize([send_op(route, sent, laid_out)])
         route = transport.receive_route(NAME, peer, laid_out)
-        received = receive_op(route, laid_out)
+        received, token = receive_op(route, laid_out)
         # Uneven values become whole when they leave a program: compare inside of it.
         checks = [
-            (got == want).all() if got.numel() else torch.ones((), device="xla").bool()
+            (got == want).all()
             for got, want in zip(received, sent, strict=True)
+            if got.numel()
         ]
-        xla_compat.materialize(checks)
+        xla_compat.materialize([*checks, token])
         transport.settle()
         assert all(check.item() for check in checks), drawn
         assert [value.dtype for value in received] == [v.dtype for v, _ in drawn]
@@ -205,8 +231,9 @@ def one_device_is_late() -> float:
     if group.rank() == 1:
         transport.engine.delay(60.0, device=1)
         route = transport.receive_route(NAME, peer, layouts())
-        total = receive_op(route, layouts())[0].sum()
-        xla_compat.materialize([total])
+        (received, _), token = receive_op(route, layouts())
+        total = received.sum()
+        xla_compat.materialize([total, token])
         transport.settle()
         assert total.item() == 28.0
     else:
@@ -231,9 +258,9 @@ def killed_between_two_shards() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     transport.engine.delay(30.0, device=1)
     route = transport.receive_route(NAME, peer, layouts())
-    first = receive_op(route, layouts())[0]
+    (first, _), token = receive_op(route, layouts())
     total = first.sum()
-    xla_compat.materialize([first, total])
+    xla_compat.materialize([first, total, token])
     start_s = time.monotonic()
     try:
         transport.settle()
@@ -332,24 +359,36 @@ def test_ranks_with_other_numbers_of_devices_are_told(worlds: Worlds) -> None:
         assert re.search(r"expected shards .* on 2 devices .*, got .* on 4 dev", text)
 
 
+class Kept(logging.Handler):
+    """Keep what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
 def stranger() -> list[str]:
-    """Let a process that does not know the token send to this one."""
+    """Let one who does not know the token report a failure to this rank."""
     _, transport, _ = join()
+    kept = Kept()
+    logging.getLogger("torch_xla_pp").addHandler(kept)
     engine = Engine(7, 1, 5.0, b"?" * 16, "localhost")
     engine.connect(0, transport.engine.address())
     engine.report(0, "7\nValueError\n\nlet me in")
     time.sleep(1)
     transport.settle()
-    transport.check()
-    notices = transport.engine.take_notices()
     engine.close(1.0)
-    return notices
+    return kept.texts
 
 
 def test_a_stranger_is_refused_and_logged(worlds: Worlds) -> None:
-    outcomes = worlds.run_outcomes(stranger, ranks=1, devices=1)
-    (outcome,) = outcomes
-    assert outcome.error == "", outcome
+    (texts,) = worlds.run(stranger, ranks=1, devices=1)
+    assert "an unknown peer that calls itself rank 7" in texts[0]
+    # Its report and its farewell.
+    assert len(texts) == 2
 
 
 def over_tcp() -> None:
@@ -372,6 +411,25 @@ def over_tcp() -> None:
 
 def test_tcp_carries_the_same(worlds: Worlds) -> None:
     worlds.run(over_tcp, ranks=2, devices=2, keep_workers=True)
+
+
+def large_and_gone() -> None:
+    """Send more than fits into a network's buffers, and leave the group at once."""
+    group, transport, peer = join()
+    transport.expect("F", 1, peer)
+    big = on_device(torch.arange(1 << 24, dtype=torch.float32))
+    group.rendezvous.exchange("ready", None)
+    if group.rank() == 0:
+        transport.send(NAME, peer, [big])
+    else:
+        (found,) = transport.recv(NAME, peer, [ShardLayout.of_tensor(big)])
+        transport.settle()
+        assert_same(found, big)
+    dist.destroy_process_group()
+
+
+def test_a_farewell_does_not_overtake_a_large_message(worlds: Worlds) -> None:
+    worlds.run(large_and_gone, ranks=2, devices=1)
 
 
 def killed_over_tcp() -> None:

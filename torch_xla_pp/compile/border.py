@@ -33,22 +33,27 @@ class Border(NamedTuple):
 
 
 def receive(border: Border, route: Tensor) -> dict[str, Tensor]:
-    """Add the receiving of all values to the graph; return those that have a name."""
-    values = receive_op(route, border.layouts)
-    return {
-        name: value
-        for name, value in zip(border.names, values, strict=True)
-        if name is not None
-    }
+    """Add the receiving of all values to the graph.
+
+    Returns:
+        The values that have a name, and the token.
+    """
+    values, token = receive_op(route, border.layouts)
+    named = zip(border.names, values, strict=True)
+    return {TOKEN: token, **{name: v for name, v in named if name is not None}}
 
 
 def send(border: Border, route: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-    """Add the sending of values to the graph; return its token."""
+    """Add the sending of values to the graph, behind a receive if there is one.
+
+    Returns:
+        The token of both.
+    """
     tensors = [
         _zeros(layout) if name is None else values[name]
         for name, layout in zip(border.names, border.layouts, strict=True)
     ]
-    return send_op(route, tensors, border.layouts)
+    return send_op(route, tensors, border.layouts, values.get(TOKEN))
 
 
 def names_of(border: Border | None) -> Sequence[str]:

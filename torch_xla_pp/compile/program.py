@@ -67,7 +67,8 @@ class Program:
         self.inputs = tuple(dict.fromkeys(inputs))
         kept = function.outputs if wanted is None else (*function.outputs, *arriving)
         outputs = [n for n in dict.fromkeys(kept) if wanted is None or n in wanted]
-        self.outputs = (*outputs, TOKEN) if sent is not None else tuple(outputs)
+        has_border = received is not None or sent is not None
+        self.outputs = (*outputs, TOKEN) if has_border else tuple(outputs)
         self._pins = {n: pins[n] for n in function.outputs if n in pins}
         self._checked = [i for i, n in enumerate(self.inputs) if n in checked]
         self._expected: list[str] = []

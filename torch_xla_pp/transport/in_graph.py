@@ -3,8 +3,11 @@
 `send_op` and `receive_op` put the ops into a graph that is being traced. Each is one
 custom call, run by XLA on every local device for its own shard:
 
+    route ─→ custom call "…recv…" ─→ [from shards] ─→ values, token
     route, values ─→ [to shards] ─→ custom call "…send…" ─→ token
-    route ─→ custom call "…recv…" ─→ [from shards] ─→ values
+
+A *token* has no meaning but that a program which returns it has the op: one whose
+results nobody uses would be dropped.
 
 The *route*, an operand, says where to and which message, so a program is compiled once
 for all microbatches, peers and steps. Of a value that several devices hold alike, one
@@ -44,13 +47,17 @@ _CLOSE_S = 5.0
 _GRACE_S = 30.0
 _NEVER = (1 << 63) - 1
 _MAX_READABLE = 160
+_TOKEN_SHAPE = (1,)
 _DIRECTIONS: tuple[Direction, ...] = ("F", "B")
 
 _logger = logging.getLogger(__name__)
 
 
 def send_op(
-    route: Tensor, values: Sequence[Tensor], layouts: Sequence[ShardLayout]
+    route: Tensor,
+    values: Sequence[Tensor],
+    layouts: Sequence[ShardLayout],
+    after: Tensor | None = None,
 ) -> Tensor:
     """Add the sending of `values` to the graph.
 
@@ -58,9 +65,10 @@ def send_op(
         route: What `InGraphTransport.send_route` returned.
         values: What to send.
         layouts: How the values are laid out for it.
+        after: Token of an op that the program is to keep as well.
 
     Returns:
-        A token; the op is part of a program only if the token is one of its outputs.
+        The token, which the program must return.
 
     Raises:
         ValueError: A value does not have the shape and dtype of its layout.
@@ -77,32 +85,44 @@ def send_op(
         xla_compat.to_shards(value, layout.sharding)
         for value, layout in zip(values, layouts, strict=True)
     ]
+    whole = _whole(route)
+    first = whole if after is None else _whole(after)
     (token,) = xla_compat.custom_call(
-        target, [_whole(route), *shards], [(1,)], [torch.int32]
+        target, [whole, first, *shards], [_TOKEN_SHAPE], [torch.int32]
     )
-    replicated = xla_compat.replicated_sharding()
-    return xla_compat.from_shards(token, replicated, (1,), torch.int32)
+    return _token(token)
 
 
-def receive_op(route: Tensor, layouts: Sequence[ShardLayout]) -> list[Tensor]:
-    """Add the receiving of values to the graph, and return them.
+def receive_op(
+    route: Tensor, layouts: Sequence[ShardLayout]
+) -> tuple[list[Tensor], Tensor]:
+    """Add the receiving of values to the graph.
 
     Args:
         route: What `InGraphTransport.receive_route` returned.
         layouts: What the values look like.
+
+    Returns:
+        The values, and the token, which the program must return.
     """
     target = _target("recv", layouts)
     native.register_target(target, is_receive=True)
-    shards = xla_compat.custom_call(
+    *shards, token = xla_compat.custom_call(
         target,
         [_whole(route)],
-        [layout.shard_shape for layout in layouts],
-        [layout.dtype for layout in layouts],
+        [*(layout.shard_shape for layout in layouts), _TOKEN_SHAPE],
+        [*(layout.dtype for layout in layouts), torch.int32],
     )
-    return [
+    values = [
         xla_compat.from_shards(shard, layout.sharding, layout.shape, layout.dtype)
         for shard, layout in zip(shards, layouts, strict=True)
     ]
+    return values, _token(token)
+
+
+def _token(token: Tensor) -> Tensor:
+    replicated = xla_compat.replicated_sharding()
+    return xla_compat.from_shards(token, replicated, _TOKEN_SHAPE, torch.int32)
 
 
 def _whole(route: Tensor) -> Tensor:
@@ -184,8 +204,9 @@ class InGraphTransport:
             TransportError: An earlier message has failed, or `peer` is this rank and
                 has not sent the message yet.
         """
-        values = receive_op(self.receive_route(message, peer, layouts), layouts)
-        xla_compat.materialize(values)
+        route = self.receive_route(message, peer, layouts)
+        values, token = receive_op(route, layouts)
+        xla_compat.materialize([*values, token])
         return values
 
     def settle(self) -> None:
