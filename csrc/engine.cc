@@ -68,11 +68,9 @@ void Engine::Send(int peer, Message message) {
   }
   const Key& key = message.key;
   if (const auto reason = inbox_.lost(peer)) {
-    const std::string name = "rank " + std::to_string(peer);
     inbox_.Fail(key.generation, FailureKind::kError,
-                "send " + Describe(key) + ": " + name + " is gone: " + *reason +
-                    " (seen on rank " + std::to_string(config_.rank) +
-                    "). Look for the first error of " + name + ".");
+                "send " + Describe(key) + ": " +
+                    GoneText(peer, *reason, RankName(config_.rank)));
     return;
   }
   if (inbox_.failure(key.generation)) return;  // nobody waits for it any more

@@ -205,7 +205,6 @@ ffi::Future Receive(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets 
     return future;
   }
   request.key = KeyOf(route, route.peer);
-  request.device = device;
   request.layout.num_devices = static_cast<int32_t>(num_devices);
   request.layout.digest = static_cast<uint64_t>(route.digest);
   request.part_sizes = PartSizes(route, shards, num_devices);

@@ -21,8 +21,6 @@ std::string Text(Seconds time) {
   return text;
 }
 
-std::string Rank(int rank) { return "rank " + std::to_string(rank); }
-
 // Lets `fill` write the values of a receive and completes it: here if its op still
 // runs, as it is then this call that it waits for.
 void Complete(Request request, const std::function<void(const Request&)>& fill) {
@@ -90,7 +88,7 @@ void Inbox::ReceiveLocked(Request request, Tasks& tasks) {
   const auto gone = lost_.find(key.edge.source);
   if (gone != lost_.end() && !AllArrived(group) && !failures_.count(key.generation)) {
     FailLocked(key.generation, FailureKind::kError,
-               GoneText(key, gone->second, Seconds(0)), tasks);
+               LostText(key, gone->second, Seconds(0)), tasks);
     return;
   }
   UpdateLocked(found, tasks);
@@ -129,20 +127,19 @@ std::optional<std::string> Inbox::FaultOf(const Key& key, const Group& group) co
         part->bytes.size() == group.part_sizes[device]) {
       continue;
     }
-    return "recv " + Describe(key) + " from " + Rank(key.edge.source) + " on " +
-           Rank(rank_) + ": expected " + Describe(group.layout) + ", got " +
+    return "recv " + Describe(key) + " from " + RankName(key.edge.source) + " on " +
+           RankName(rank_) + ": expected " + Describe(group.layout) + ", got " +
            Describe(part->layout) +
            ". Use the same mesh, sharding and schedule on both ranks.";
   }
   return std::nullopt;
 }
 
-std::string Inbox::GoneText(const Key& key, const std::string& reason,
+std::string Inbox::LostText(const Key& key, const std::string& reason,
                             Seconds waited) const {
-  const std::string peer = Rank(key.edge.source);
-  return "recv " + Describe(key) + ": " + peer + " is gone: " + reason + " (seen on " +
-         Rank(rank_) + " after " + Text(waited) + " s). Look for the first error of " +
-         peer + ".";
+  return "recv " + Describe(key) + ": " +
+         GoneText(key.edge.source, reason,
+                  RankName(rank_) + " after " + Text(waited) + " s");
 }
 
 // Answers the receives of a group if it is complete, wrong or of a failed generation.
@@ -222,7 +219,7 @@ void Inbox::Lose(int peer, const std::string& reason) {
     for (const auto& [key, group] : groups_) {
       if (key.edge.source != peer || group.is_whole || group.waiting.empty()) continue;
       const Seconds waited = Clock::now() - group.waiting_since;
-      FailLocked(key.generation, FailureKind::kError, GoneText(key, reason, waited),
+      FailLocked(key.generation, FailureKind::kError, LostText(key, reason, waited),
                  tasks);
       break;
     }
@@ -258,8 +255,8 @@ Clock::time_point Inbox::Expire() {
       const Seconds waited = now - group.waiting_since;
       if (!group.waiting.empty() && waited >= timeout_) {
         FailLocked(key.generation, FailureKind::kTimeout,
-                   Rank(rank_) + " waited " + Text(waited) + " s for " +
-                       Rank(key.edge.source) + ": recv " + Describe(key) +
+                   RankName(rank_) + " waited " + Text(waited) + " s for " +
+                       RankName(key.edge.source) + ": recv " + Describe(key) +
                        ". See whether that rank still runs, or set "
                        "TORCH_XLA_PP_TIMEOUT_S to more seconds.",
                    tasks);
@@ -267,8 +264,8 @@ Clock::time_point Inbox::Expire() {
       }
       if (!edges_.count(key.edge) && now - group.since >= kUnknownEdgeGrace) {
         FailLocked(key.generation, FailureKind::kError,
-                   Rank(rank_) + " got " + Describe(key) + " from " +
-                       Rank(key.edge.source) +
+                   RankName(rank_) + " got " + Describe(key) + " from " +
+                       RankName(key.edge.source) +
                        ": expected messages of known edges only, and this rank "
                        "receives nothing of that kind. Build the same pipeline on "
                        "every rank.",

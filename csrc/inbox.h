@@ -61,7 +61,6 @@ struct Piece {
 // The receive op on one device.
 struct Request {
   Key key;
-  int32_t device = 0;
   Layout layout;
   std::vector<Piece> pieces;
   std::vector<size_t> part_sizes;  // by the sender's device; kNothing: no message
@@ -140,7 +139,7 @@ class Inbox {
 
   static bool AllArrived(const Group& group);
   std::optional<std::string> FaultOf(const Key& key, const Group& group) const;
-  std::string GoneText(const Key& key, const std::string& reason,
+  std::string LostText(const Key& key, const std::string& reason,
                        std::chrono::duration<double> waited) const;
 
   // These need the lock. `tasks` gets what is to be run without it. They may erase

@@ -2,6 +2,14 @@
 
 namespace xla_pp {
 
+std::string RankName(int rank) { return "rank " + std::to_string(rank); }
+
+std::string GoneText(int peer, const std::string& reason, const std::string& seen) {
+  const std::string name = RankName(peer);
+  return name + " is gone: " + reason + " (seen on " + seen +
+         "). Look for the first error of " + name + ".";
+}
+
 std::string Describe(const Key& key) {
   const std::string stage = std::to_string(key.edge.stage);
   const std::string microbatch = std::to_string(key.microbatch);

@@ -57,6 +57,10 @@ struct Key {
   }
 };
 
+// Returns e.g. "rank 2".
+std::string RankName(int rank);
+// Returns the end of an error about a peer that sends and takes nothing any more.
+std::string GoneText(int peer, const std::string& reason, const std::string& seen);
 // Returns e.g. "2F0 (stage 2, microbatch 0)".
 std::string Describe(const Key& key);
 

@@ -8,7 +8,6 @@
 #include <ucp/api/ucp.h>
 #include <unistd.h>
 
-#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
 #include <map>

@@ -7,6 +7,7 @@ the empty text means that the tensor has no annotation.
 """
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -222,6 +223,7 @@ def mesh_sharding_args(mesh: Any, partition: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(mesh._get_op_sharding_args(tuple(partition)))
 
 
+@functools.cache
 def ffi_api_address() -> int:
     """Return the address of `xla::ffi::GetXlaFfiApi` in torch_xla's own XLA.
 

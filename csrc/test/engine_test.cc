@@ -182,7 +182,6 @@ class Receiver {
       : out_(size) {
     Request request;
     request.key = key;
-    request.device = device;
     request.layout = LayoutOf(num_devices);
     request.part_sizes.assign(num_devices, size);
     request.pieces.push_back({out_.data(), size, device, 0, -1});

@@ -5,12 +5,12 @@ import torch
 import torch.distributed as dist
 import torch_xla
 import torch_xla.debug.metrics as metrics
+from joining import join
 from runtime.training import (
     Job,
     Model,
     batch,
     build,
-    join,
     make_schedule,
     mesh_of,
     run_step,

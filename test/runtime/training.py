@@ -5,21 +5,19 @@ that it can compare its own stages.
 """
 
 import copy
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch_xla
 import torch_xla.debug.metrics as metrics
+from joining import join
 from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn import functional as F
 
 import torch_xla_pp as xpp
-from torch_xla_pp.transport import XlaPpProcessGroup, of_group
 
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
@@ -201,19 +199,6 @@ def mesh_of(job: Job) -> Any:
     return xpp.init_device_mesh(
         "xla", (job.ranks, *sizes), mesh_dim_names=("pp", *job.axes)
     )
-
-
-def join(transport: str = "") -> XlaPpProcessGroup:
-    """Join the job with a transport, without a trace in the worker's environment."""
-    before = os.environ.get("TORCH_XLA_PP_TRANSPORT", "")
-    os.environ["TORCH_XLA_PP_TRANSPORT"] = transport or before
-    try:
-        dist.init_process_group("xla_pp")
-        group = of_group(None)
-        assert transport in ("", group.transport.name)
-        return group
-    finally:
-        os.environ["TORCH_XLA_PP_TRANSPORT"] = before
 
 
 def train(job: Job) -> Report:

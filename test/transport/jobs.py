@@ -1,38 +1,25 @@
 """What the ranks of the transport's tests share."""
 
 import math
-import os
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
 from hypothesis import strategies as st
+from joining import join
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.transport import XlaPpProcessGroup, of_group
+from torch_xla_pp.transport import XlaPpProcessGroup
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
 
 
-def start(
-    timeout_s: float = 60.0, transport: str = "", **env: str
-) -> XlaPpProcessGroup:
-    """Join the job, as a rank of it, with environment variables set meanwhile."""
+def start(timeout_s: float = 60.0, transport: str = "") -> XlaPpProcessGroup:
+    """Join the job, as a rank of it, under SPMD."""
     xla_compat.enable_spmd()
-    env["TORCH_XLA_PP_TIMEOUT_S"] = str(timeout_s)
-    env["TORCH_XLA_PP_TRANSPORT"] = transport
-    os.environ.update(env)
-    try:
-        dist.init_process_group("xla_pp")
-        group = of_group(None)
-        assert transport in ("", group.transport.name)
-        return group
-    finally:
-        for name in env:
-            del os.environ[name]
+    return join(transport, TORCH_XLA_PP_TIMEOUT_S=str(timeout_s))
 
 
 def gathers() -> int:

@@ -4,8 +4,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import torch_xla.debug.metrics as met
 from hypothesis import HealthCheck, Phase, given, settings
 from jobs import Spec, assert_same, boundary_values, on_device, start
 from torch import Tensor
+from torchrun import torchrun
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.testing import Outcome, Worlds
@@ -465,23 +464,20 @@ print("transport", of_group(other).transport.name)
 
 @pytest.mark.parametrize("wanted", ["", "in_graph"])
 def test_without_the_library_the_host_is_used_and_said_once(
-    tmp_path: Path, wanted: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"TORCH_XLA_PP_TRANSPORT": wanted},
-    )
+    monkeypatch.setenv("TORCH_XLA_PP_TRANSPORT", wanted)
     if not wanted:
-        assert run.returncode == 0, run.stderr
-        assert run.stdout.count("transport host") == 2
-        assert run.stderr.count("because it is hidden") == 1
-    else:
-        assert "TransportError: TORCH_XLA_PP_TRANSPORT=in_graph: it is" in run.stderr
+        output = torchrun(script, ranks=1, devices=1)
+        assert output.count("transport host") == 2
+        assert output.count("because it is hidden") == 1
+        return
+    with pytest.raises(AssertionError) as failed:
+        torchrun(script, ranks=1, devices=1)
+    text = "TransportError: TORCH_XLA_PP_TRANSPORT=in_graph: it is"
+    assert text in str(failed.value)
 
 
 def two_groups_in_turn() -> None:

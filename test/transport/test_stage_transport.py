@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 import torch.distributed as dist
 from jobs import Spec, assert_same, gathers, on_device, start
 from torch import Tensor
+from torchrun import torchrun
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.testing import Worlds
@@ -341,12 +340,4 @@ else:
 def test_what_was_sent_before_the_process_ended_arrives(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert run.returncode == 0, run.stderr
-    assert "received 7.0" in run.stdout
+    assert "received 7.0" in torchrun(script, ranks=2, devices=2)

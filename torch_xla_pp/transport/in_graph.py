@@ -22,6 +22,7 @@ Laws:
   call here or by `settle`, which a step ends with. See docs/design/006.
 """
 
+import functools
 import hashlib
 import logging
 from collections import Counter
@@ -123,6 +124,13 @@ def receive_op(
 def _token(token: Tensor) -> Tensor:
     replicated = xla_compat.replicated_sharding()
     return xla_compat.from_shards(token, replicated, _TOKEN_SHAPE, torch.int32)
+
+
+@functools.lru_cache(maxsize=256)
+def _fixed_fields(layouts: tuple[ShardLayout, ...]) -> tuple[int, ...]:
+    """Return the part of a route that is the same for every message of an edge."""
+    owners = (owner for layout in layouts for owner in layout.owners)
+    return (digest(layouts), *owners)
 
 
 def _whole(route: Tensor) -> Tensor:
@@ -290,8 +298,7 @@ class InGraphTransport:
             message.stage,
             message.microbatch,
             number,
-            digest(layouts),
-            *(owner for layout in layouts for owner in layout.owners),
+            *_fixed_fields(tuple(layouts)),
         ]
         route = torch.tensor(fields, dtype=torch.int64)
         return xla_compat.from_local_shards(

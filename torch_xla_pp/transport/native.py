@@ -16,7 +16,7 @@ from torch_xla_pp import xla_compat
 TOKEN_BYTES = 16
 _MAX_ADDRESS_BYTES = 1 << 16
 _MAX_TEXT_BYTES = 1 << 16
-_ERROR, _TIMEOUT, _REPORT = 1, 2, 3
+_TIMEOUT, _REPORT = 2, 3  # as in csrc/inbox.h
 
 
 class Unavailable(Exception):
