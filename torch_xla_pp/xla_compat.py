@@ -29,6 +29,9 @@ GraphHash = NewType("GraphHash", bytes)
 _REPLICATED = 0
 _MANUAL = 4
 _TYPED_FFI = 4
+_SEED_FACTOR = 214013
+_SEED_TERM = 2531011
+_SEED_RANGE = 1 << 64
 _FFI_API_SYMBOL = "_ZN3xla3ffi12GetXlaFfiApiEv"  # xla::ffi::GetXlaFfiApi()
 
 _logger = logging.getLogger(__name__)
@@ -170,6 +173,28 @@ def compile_graph(outputs: Sequence[Tensor]) -> GraphHash:
     return GraphHash(graph_hash)
 
 
+@contextlib.contextmanager
+def donating(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Let programs that are compiled inside reuse the buffers of `tensors`.
+
+    Every run of such a program then takes the buffers of those arguments away; reading
+    such a tensor afterwards raises.
+    """
+    if not tensors:
+        yield
+        return
+    before = _XLAC._xla_get_enable_alias_with_buffer_donor_config()
+    _XLAC._xla_set_enable_alias_with_buffer_donor_config(True)
+    try:
+        for tensor in tensors:
+            _XLAC._set_buffer_donation(tensor, True)
+        yield
+    finally:
+        for tensor in tensors:
+            _XLAC._set_buffer_donation(tensor, False)
+        _XLAC._xla_set_enable_alias_with_buffer_donor_config(before)
+
+
 def run_graph(graph_hash: GraphHash, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Enqueue a compiled graph on `parameters`, which must be device data."""
     return list(_XLAC._run_cached_graph(graph_hash, list(parameters)))
@@ -185,6 +210,24 @@ def seed_tensor(seed: int) -> Tensor:
     with fixed_seed(seed):
         result: Tensor = _XLAC._get_base_seed_as_tensor(str(torch_xla.device()))
         return result
+
+
+@functools.lru_cache(maxsize=256)
+def _draws(count: int) -> tuple[int, int]:
+    """Return by what `count` random operations multiply the seed, and what they add.
+
+    These are the constants of torch_xla's generator of seeds.
+    """
+    factor, term = 1, 0
+    for _ in range(count):
+        factor, term = factor * _SEED_FACTOR, term * _SEED_FACTOR + _SEED_TERM
+    return factor % _SEED_RANGE, term % _SEED_RANGE
+
+
+def advanced_seed(seed: int, count: int) -> int:
+    """Return the seed that is left of `seed` after `count` random operations."""
+    factor, term = _draws(count)
+    return (seed * factor + term) % _SEED_RANGE
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import Forwarded, StagePrograms, accumulator, export_joint
+from torch_xla_pp.compile import Forwarded, StagePrograms, export_joint
 
 
 class Compiled:
@@ -60,12 +60,7 @@ class Compiled:
         return self.programs.forward(self.fixed, live, seed)
 
     def zero_sums(self) -> dict[str, Tensor]:
-        return {
-            accumulator(role): self.upload(
-                torch.zeros(self.fixed[role].shape), self.whole
-            )
-            for role in self.programs.accumulated_roles
-        }
+        return self.programs.start_sums(self.fixed, {})
 
 
 def _on_device(module: nn.Module) -> nn.Module:

@@ -103,6 +103,25 @@ def test_gradient_sums_keep_the_sharding_of_their_parameter(mesh: Any) -> None:
     assert texts == ["{replicated}", "{replicated}", "{devices=[2,1]0,1}"]
 
 
+def test_sums_are_added_up_in_place_and_begin_with_a_copy_of_grad(mesh: Any) -> None:
+    compiled = Compiled(nn.Linear(8, 8), [torch.zeros(4, 8, requires_grad=True)], mesh)
+    programs, role = compiled.programs, "param:weight"
+    x, ones = torch.randn(4, 8), torch.ones(4, 8)
+    grad = compiled.upload(torch.full((8, 8), 2.0), compiled.whole)
+    sums = programs.start_sums(compiled.fixed, {role: grad})
+    assert torch.equal(sums["sum:param:bias"].cpu(), torch.zeros(8))
+    first = dict(sums)
+    for _ in range(2):
+        result = compiled.forward([compiled.upload(x)])
+        result.live["tangent:0"] = compiled.upload(ones)
+        _, sums = programs.backward({**compiled.fixed, **sums}, result.live)
+    assert close(sums["sum:" + role], 2.0 + 2 * ones.t() @ x)
+    assert torch.equal(grad.cpu(), torch.full((8, 8), 2.0))
+    for value in first.values():
+        with pytest.raises(RuntimeError, match="Trying to access XLA data"):
+            value.cpu()
+
+
 class Dropping(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(x, 0.2, training=True)

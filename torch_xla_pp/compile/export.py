@@ -66,10 +66,20 @@ class JointGraph:
     input_grads: dict[int, fx.Node | None] = field(default_factory=dict)
 
     @property
+    def num_random(self) -> int:
+        """Return how many random operations the stage has."""
+        return sum(is_random(node) for node in self.graph.graph.nodes)
+
+    @property
     def example_outputs(self) -> list[tuple[Tensor, bool]]:
         """Return the metadata of each output and whether it needs a gradient."""
         values = [node.meta["val"] for node in self.outputs]
         return list(zip(values, self.outputs_need_grad, strict=True))
+
+
+def is_random(node: fx.Node) -> bool:
+    """Return whether a node draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 class _TensorsOnly(nn.Module):

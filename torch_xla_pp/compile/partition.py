@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from torch_xla_pp.compile.export import JointGraph
+from torch_xla_pp.compile.export import JointGraph, is_random
 
 _aten = torch.ops.aten
 
@@ -217,8 +217,8 @@ def _is_cheap(node: fx.Node) -> bool:
     """Return whether computing `node` again beats keeping its result."""
     if node.target in _VIEWS:
         return True
-    is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return node.op == "call_function" and not node.all_input_nodes and not is_random
+    is_factory = node.op == "call_function" and not node.all_input_nodes
+    return is_factory and not is_random(node)
 
 
 class _Piece:

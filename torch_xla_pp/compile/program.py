@@ -35,6 +35,8 @@ class Program:
         pins: Output name → the sharding that the output must have.
         checked: Names of the inputs whose sharding is compared at every call; they
             come from outside of the stage's own programs.
+        donated: Names of the inputs whose buffers the program may reuse; they are void
+            after a call.
         received: Inputs that the program receives from another rank.
         sent: Values that the program sends to another rank.
         wanted: Names to return, of outputs and received values; None for the
@@ -51,6 +53,7 @@ class Program:
         pins: Mapping[str, xla_compat.OpSharding],
         checked: Sequence[str] = (),
         *,
+        donated: Collection[str] = (),
         received: Border | None = None,
         sent: Border | None = None,
         wanted: Collection[str] | None = None,
@@ -71,6 +74,7 @@ class Program:
         self.outputs = (*outputs, TOKEN) if has_border else tuple(outputs)
         self._pins = {n: pins[n] for n in function.outputs if n in pins}
         self._checked = [i for i, n in enumerate(self.inputs) if n in checked]
+        self._donated = [i for i, n in enumerate(self.inputs) if n in donated]
         self._expected: list[str] = []
         self._hash: xla_compat.GraphHash | None = None
         self._parameters: list[int | Tensor] = []
@@ -116,7 +120,8 @@ class Program:
         with torch.no_grad(), xla_compat.fixed_seed(0):
             outputs = self._compute(dict(zip(self.inputs, args, strict=True)))
         self._map_parameters(args, outputs)
-        return xla_compat.compile_graph(outputs)
+        with xla_compat.donating([args[i] for i in self._donated]):
+            return xla_compat.compile_graph(outputs)
 
     def _compute(self, values: dict[str, Tensor]) -> list[Tensor]:
         """Receive, run the function and send; all of it pending."""

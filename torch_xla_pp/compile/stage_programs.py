@@ -25,6 +25,7 @@ from torch_xla_pp.compile.partition import (
     partition_joint,
 )
 from torch_xla_pp.compile.program import Program
+from torch_xla_pp.compile.sums import given_grad, starting_sums
 from torch_xla_pp.transport import ShardLayout
 
 Values = dict[str, Tensor]
@@ -112,10 +113,12 @@ class StagePrograms:
         sums = {*functions.parameter_grads.values()}
         # A backward of inputs alone receives for the rest of the backward, too.
         has_first = functions.backward_input is not None or going_back is not None
+        donated = [accumulator(role) for role in functions.parameter_grads]
         self._backward_weight = _program(
             functions.backward_weight,
             pins,
             tangents,
+            donated=donated,
             received=None if has_first else coming_back,
         )
         self._backward_input = _program(
@@ -130,6 +133,7 @@ class StagePrograms:
             functions.backward,
             pins,
             tangents,
+            donated=donated,
             received=coming_back,
             sent=going_back,
             wanted=grads | sums,
@@ -158,11 +162,11 @@ class StagePrograms:
             wanted=results,
         )
         self._sends_grads = going_back is not None
-
-    @property
-    def accumulated_roles(self) -> tuple[str, ...]:
-        """Return the roles of the parameters that get a gradient."""
-        return tuple(self._functions.parameter_grads)
+        self._sum_pins = {
+            accumulator(role): fixed_shardings[role]
+            for role in functions.parameter_grads
+        }
+        self._starts: dict[tuple[str, ...], Program] = {}
 
     @property
     def has_backward(self) -> bool:
@@ -187,13 +191,35 @@ class StagePrograms:
         """Enqueue the forward of one microbatch that has no backward."""
         return self._run_forward(self._inference, fixed, live, seed, is_kept=False)
 
+    def start_sums(
+        self, fixed: Mapping[str, Tensor], grads: Mapping[str, Tensor]
+    ) -> Values:
+        """Enqueue the making of a step's first gradient sums.
+
+        Args:
+            fixed: The stage's values.
+            grads: Role → gradient that a parameter has already, laid out like it.
+
+        Returns:
+            A `sum:` entry for each parameter that gets a gradient.
+        """
+        roles = self._functions.parameter_grads
+        given = tuple(role for role in roles if role in grads)
+        if not roles:
+            return {}
+        if given not in self._starts:
+            function = starting_sums({role: fixed[role] for role in roles}, given)
+            self._starts[given] = Program(function, self._sum_pins, function.inputs)
+        return self._starts[given]({given_grad(role): grads[role] for role in given})
+
     def backward(
         self, fixed: Mapping[str, Tensor], live: Values
     ) -> tuple[dict[int, Tensor | None], Values]:
         """Enqueue the full backward of one microbatch.
 
         Args:
-            fixed: The stage's values, with `sum:` entries for gradients so far.
+            fixed: The stage's values, with `sum:` entries for gradients so far, which
+                are void afterwards.
             live: What `forward` kept, with `tangent:` entries added.
 
         Returns:
@@ -218,7 +244,10 @@ class StagePrograms:
         return self._input_grads(everything), residual
 
     def backward_weight(self, fixed: Mapping[str, Tensor], live: Values) -> Values:
-        """Enqueue the rest of the backward; return the new `sum:` entries."""
+        """Enqueue the rest of the backward; return the new `sum:` entries.
+
+        The `sum:` entries of `fixed` are void afterwards.
+        """
         return self._sums(self._run(self._backward_weight, fixed, live))
 
     def _run_forward(
@@ -274,6 +303,7 @@ def _program(
     pins: Mapping[str, xla_compat.OpSharding],
     checked: Sequence[str],
     *,
+    donated: Sequence[str] = (),
     received: Border | None,
     sent: Border | None = None,
     wanted: set[str | None] | None = None,
@@ -285,6 +315,7 @@ def _program(
         function or _nothing(),
         pins,
         checked,
+        donated=donated,
         received=received,
         sent=sent,
         wanted=None if wanted is None else {n for n in wanted if n is not None},

@@ -5,14 +5,14 @@ between two steps (an optimizer step, gradient clipping, loading weights) is com
 by one program at the start of the next step.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import accumulator
+from torch_xla_pp.compile import StagePrograms, accumulator
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.mesh import Partition, match_rules
 from torch_xla_pp.runtime.placement import Placement
@@ -39,7 +39,6 @@ class ModuleState:
     ) -> None:
         self._module = module
         self._placement = placement
-        self._zeros: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
         self._texts: dict[str, str] = {}
         self._before: dict[str, Tensor] = {}
@@ -81,13 +80,13 @@ class ModuleState:
         self.update_buffers(self._before)
         self._sums = {}
 
-    def sums(self, roles: Iterable[str]) -> dict[str, Tensor]:
+    def sums(self, programs: StagePrograms) -> dict[str, Tensor]:
         """Return the gradient sums so far of parameters, as `sum:` entries.
 
         The first call of a step starts from `.grad`, or from zero if it is None.
         """
         if not self._sums:
-            self._sums = {accumulator(role): self._first_sum(role) for role in roles}
+            self._sums = programs.start_sums(self.fixed, self._grads())
         return self._sums
 
     def set_sums(self, sums: Mapping[str, Tensor]) -> None:
@@ -108,28 +107,13 @@ class ModuleState:
             self._module.get_submodule(path)._buffers[key] = value
             self.fixed[role] = value
 
-    def _first_sum(self, role: str) -> Tensor:
-        parameter = self.fixed[role]
-        if parameter.grad is None:
-            if role not in self._zeros:
-                zeros = torch.zeros(parameter.shape, dtype=parameter.dtype)
-                self._zeros[role] = self._like(zeros, parameter)
-            return self._zeros[role]
-        grad = parameter.grad.detach()
-        if _texts([grad]) != _texts([parameter]):
-            grad = self._like(grad, parameter)
-        return grad
-
-    def _like(self, value: Tensor, parameter: Tensor) -> Tensor:
-        """Return `value` on the device with the sharding of `parameter`."""
-        device = xla_compat.device()
-        is_host = value.device.type != "xla"
-        value = value.to(device) if is_host else value.clone()
-        xla_compat.annotate(
-            value, xla_compat.op_sharding(parameter) or xla_compat.replicated_sharding()
-        )
-        xla_compat.materialize([value])
-        return value
+    def _grads(self) -> dict[str, Tensor]:
+        """Return the gradients that parameters have, laid out like them."""
+        return {
+            role: _like(value.grad.detach(), value)
+            for role, value in self.fixed.items()
+            if value.grad is not None
+        }
 
     def _move(self) -> None:
         """Put every tensor that is not on the device there, keeping ties."""
@@ -189,6 +173,18 @@ class ModuleState:
                 f"{'; '.join(changed)}. Shard them before it."
             )
         self._texts = texts
+
+
+def _like(grad: Tensor, parameter: Tensor) -> Tensor:
+    """Return `grad` with the sharding of `parameter`."""
+    if _texts([grad]) == _texts([parameter]):
+        return grad
+    grad = grad.clone()
+    xla_compat.annotate(
+        grad, xla_compat.op_sharding(parameter) or xla_compat.replicated_sharding()
+    )
+    xla_compat.materialize([grad])
+    return grad
 
 
 def _texts(tensors: list[Tensor]) -> list[str]:

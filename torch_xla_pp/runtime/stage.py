@@ -491,7 +491,7 @@ class XlaPipelineStage(SilentStage):
     def _fixed(self, programs: StagePrograms) -> dict[str, Tensor]:
         return {
             **self._state.fixed,
-            **self._state.sums(programs.accumulated_roles),
+            **self._state.sums(programs),
         }
 
     def _count_done(self, plan: StagePlan) -> None:
