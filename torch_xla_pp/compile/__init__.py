@@ -2,6 +2,7 @@
 
 from torch_xla_pp.compile.border import ROUTE_IN, ROUTE_OUT
 from torch_xla_pp.compile.export import JointGraph, export_joint
+from torch_xla_pp.compile.loss import LossProgram
 from torch_xla_pp.compile.partition import (
     Function,
     StageFunctions,
@@ -16,6 +17,7 @@ __all__ = [
     "Forwarded",
     "Function",
     "JointGraph",
+    "LossProgram",
     "Program",
     "ROUTE_IN",
     "ROUTE_OUT",

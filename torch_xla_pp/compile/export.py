@@ -8,7 +8,7 @@ their role, so that values find their way by name alone:
 * `tangent:<n>`, the gradient of output n
 
 and its results are listed by role in `JointGraph`. This is the only file that uses
-`torch._functorch`.
+`torch._functorch`, `torch._guards` and `torch._subclasses`.
 """
 
 import contextlib
@@ -29,6 +29,8 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from torch_xla_pp.errors import PipelineError
@@ -169,9 +171,12 @@ def export_joint(
 
 
 def _export(module: nn.Module, args: list[Tensor]) -> Any:
+    # Tensors that the module reads from a closure or an attribute become constants.
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         contextlib.ExitStack() as stack,
         torch.set_grad_enabled(True),
+        tracing(TracingContext(fake)),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
@@ -295,4 +300,4 @@ def _lift_constants(joint: JointGraph) -> None:
         node.replace_all_uses_with(placeholder)
         graph.erase_node(node)
         joint.roles[placeholder] = role
-        joint.constants[role] = value.detach()
+        joint.constants[role] = value

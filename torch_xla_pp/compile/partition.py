@@ -100,6 +100,11 @@ def partition_joint(joint: JointGraph) -> StageFunctions:
     return _Cut(joint).functions()
 
 
+def value_and_grads(joint: JointGraph) -> Function:
+    """Return the function of all outputs and gradients of inputs."""
+    return _Cut(joint).value_and_grads()
+
+
 class _Cut:
     """Hold the node sets of a cut while its functions are made."""
 
@@ -109,6 +114,9 @@ class _Cut:
         self._forward_results = joint.outputs + list(joint.buffer_updates.values())
         self._input_results = [g for g in joint.input_grads.values() if g is not None]
         self._weight_results = list(joint.parameter_grads.values())
+
+    def value_and_grads(self) -> Function:
+        return self._forward_piece("loss", self._joint.outputs + self._input_results)
 
     def functions(self) -> StageFunctions:
         forward = self._closure(self._forward_results, frozenset())

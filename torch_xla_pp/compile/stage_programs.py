@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.border import ROUTE_IN, ROUTE_OUT, Border
+from torch_xla_pp.compile.constants import Constants
 from torch_xla_pp.compile.export import JointGraph
 from torch_xla_pp.compile.partition import (
     Function,
@@ -89,12 +90,7 @@ class StagePrograms:
         functions = partition_joint(joint)
         self._functions = functions
         self.output_spec: pytree.TreeSpec = joint.output_spec
-        self._constants = {
-            role: xla_compat.from_local_shards(
-                [value.cpu()], xla_compat.replicated_sharding(), value.shape
-            )
-            for role, value in joint.constants.items()
-        }
+        self._constants = Constants(joint.constants)
         pins = _pins(functions, output_shardings, input_shardings, fixed_shardings)
         inputs = [f"input:{i}" for i in range(len(input_shardings))]
         tangents = [f"tangent:{i}" for i in range(len(output_shardings))]
@@ -259,8 +255,9 @@ class StagePrograms:
         *,
         is_kept: bool,
     ) -> Forwarded:
-        results = program({**fixed, **self._constants, **live}, seed)
-        everything = {**fixed, **self._constants, **live, **results}
+        values = {**fixed, **self._constants.values(), **live}
+        results = program(values, seed)
+        everything = {**values, **results}
         kept = {**live, **results} if is_kept else {}
         return Forwarded(
             outputs=[everything[name] for name in self._outputs],
@@ -276,7 +273,7 @@ class StagePrograms:
     ) -> Values:
         if program is None:
             return {}
-        return program({**fixed, **self._constants, **live})
+        return program({**fixed, **self._constants.values(), **live})
 
     def _input_grads(self, values: Values) -> dict[int, Tensor | None]:
         if self._sends_grads:

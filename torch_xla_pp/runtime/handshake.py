@@ -1,4 +1,4 @@
-"""What ranks and stages tell each other before a schedule's first step.
+"""What ranks and stages tell each other before the first step of each kind.
 
 Two rounds: every rank *claims* its stages, so that all ranks know at once whether the
 claims fit together; then every stage *offers* the next one what it will send.
@@ -42,10 +42,12 @@ class Offer:
     Args:
         values: The values, in the order of the next stage's inputs.
         rows: Size of the batch dimension of a microbatch.
+        num_random: How many random operations the stages so far have.
     """
 
     values: tuple[TensorSpec, ...]
     rows: int
+    num_random: int = 0
 
 
 def agree_on_stages(rendezvous: Rendezvous, claim: Claim) -> str:

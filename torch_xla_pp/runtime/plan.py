@@ -1,7 +1,7 @@
 """What a stage knows about its inputs and outputs under one schedule.
 
-A plan is made before the first step and never changes; programs are added to it as
-they are needed, one set per training mode of the module.
+A plan is made before the first step of its kind and never changes; programs are added
+to it as they are needed, one set per mode.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -64,18 +64,38 @@ class Signature:
         return args, kwargs
 
 
+class Mode(NamedTuple):
+    """State what changes a module's forward besides its inputs.
+
+    Attributes:
+        training: Whether the module is in training mode.
+        autocast: The dtype of autocast, None where it is off.
+    """
+
+    training: bool
+    autocast: torch.dtype | None
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "Mode":
+        """Return the present mode."""
+        is_on = torch.is_autocast_enabled("xla")
+        return cls(module.training, torch.get_autocast_dtype("xla") if is_on else None)
+
+
 class Variant(NamedTuple):
-    """Hold a stage's programs for one mode of its module, training or not.
+    """Hold a stage's programs for one mode.
 
     Attributes:
         programs: The compiled programs.
         outputs: What the stage's outputs look like.
         borders: What the programs exchange with other ranks themselves.
+        num_random: How many random operations the stage has.
     """
 
     programs: StagePrograms
     outputs: tuple[TensorSpec, ...]
     borders: Borders
+    num_random: int
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -87,6 +107,7 @@ class StagePlan:
         num_microbatches: Microbatches per step.
         rows: Rows of a microbatch.
         received: What the previous stage sends; empty on the first stage.
+        random_before: How many random operations earlier stages have.
         given: Tensors that the schedule passes in.
         signature: What the schedule's arguments must look like.
         expected_outputs: What the outputs must look like, None if anything goes.
@@ -96,10 +117,11 @@ class StagePlan:
     num_microbatches: int
     rows: int
     received: tuple[TensorSpec, ...]
+    random_before: int
     given: tuple[TensorSpec, ...]
     signature: Signature
     expected_outputs: Sequence[Tensor] | None
-    _variants: dict[bool, Variant] = field(default_factory=dict)
+    _variants: dict[Mode, Variant] = field(default_factory=dict)
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -125,7 +147,7 @@ class StagePlan:
             StageShapeError: The module cannot run on the inputs, or its outputs are
                 not what was declared.
         """
-        mode = module.training
+        mode = Mode.of(module)
         if mode not in self._variants:
             joint = self._export(module)
             outputs = tuple(
@@ -145,7 +167,7 @@ class StagePlan:
                 state.shardings(),
                 own,
             )
-            self._variants[mode] = Variant(programs, outputs, own)
+            self._variants[mode] = Variant(programs, outputs, own, joint.num_random)
         return self._variants[mode]
 
     def _export(self, module: nn.Module) -> JointGraph:

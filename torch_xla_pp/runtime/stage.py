@@ -11,7 +11,9 @@ microbatches before it enters the last stage's backward.
 
 import contextlib
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -33,9 +35,11 @@ from torch_xla_pp.mesh import Partition, TensorSpec
 from torch_xla_pp.runtime import handshake
 from torch_xla_pp.runtime.exchange import Exchange
 from torch_xla_pp.runtime.handshake import Claim, Offer
+from torch_xla_pp.runtime.loss import StageLoss
 from torch_xla_pp.runtime.module_state import ModuleState
 from torch_xla_pp.runtime.placement import AUTO, BatchAxis, Placement
 from torch_xla_pp.runtime.plan import (
+    Mode,
     Signature,
     StagePlan,
     Variant,
@@ -43,16 +47,32 @@ from torch_xla_pp.runtime.plan import (
     spec_of,
 )
 from torch_xla_pp.runtime.silent_stage import SilentStage
+from torch_xla_pp.runtime.step_kinds import StepKinds
 from torch_xla_pp.runtime.torch_compat import (
     Schedule,
     calling_schedule,
     local_stages,
+    loss_function,
     num_microbatches,
     scales_grads,
+    set_loss_function,
 )
 from torch_xla_pp.transport import Direction, Message, of_group
 
 T = TypeVar("T")
+
+_MANY_PLANS = 8
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Drive:
+    """Hold what a stage knows about one schedule that drives it."""
+
+    kinds: StepKinds
+    loss: StageLoss | None = None
+    plans: dict[int, StagePlan] = field(default_factory=dict)
 
 
 class XlaPipelineStage(SilentStage):
@@ -107,13 +127,15 @@ class XlaPipelineStage(SilentStage):
         self._outputs_sent = outputs_sent
         self._expected_inputs = expected_inputs
         self._expected_outputs = expected_outputs
-        self._plans: WeakKeyDictionary[Schedule, StagePlan] = WeakKeyDictionary()
+        self._drives: WeakKeyDictionary[Schedule, _Drive] = WeakKeyDictionary()
         self._schedule: Schedule | None = None
-        self._handshake_key = ""
+        self._current: StagePlan | None = None
         self._live: dict[int, dict[str, Tensor]] = {}
         self._residuals: dict[int, dict[str, Tensor]] = {}
         self._leaves: dict[int, list[Tensor]] = {}
+        self._scaled_grads: dict[int, dict[int, Tensor]] = {}
         self._zeros: dict[TensorSpec, Tensor] = {}
+        self._last_forward = 0
         self._num_done = 0
         self._num_steps = 0
 
@@ -131,12 +153,16 @@ class XlaPipelineStage(SilentStage):
         self._schedule = schedule
         self._pg.rendezvous.check()
         with self._reporting():
-            for held in (self._live, self._residuals, self._leaves):
-                held.clear()
+            held = (self._live, self._residuals, self._leaves, self._scaled_grads)
+            for values in held:
+                values.clear()
             self.output_chunks.clear()
             self._exchange.forget(self.stage_index)
             self._num_done = 0
             self._num_steps += 1
+            self._current = None
+            if schedule in self._drives and local_stages(schedule)[0] is self:
+                self._drives[schedule].kinds.begin_step()
             self._exchange.settle()
             self._state.begin_step()
 
@@ -150,6 +176,8 @@ class XlaPipelineStage(SilentStage):
     ) -> tuple[Any, ...]:
         """Agree with the other ranks and stages on what will be sent.
 
+        Steps of other kinds agree on theirs when they come, see `_begin_step`.
+
         Raises:
             PlanError: The ranks do not build one pipeline.
             StageShapeError: This stage cannot take what the previous one makes.
@@ -159,21 +187,12 @@ class XlaPipelineStage(SilentStage):
         if stages[0] is self:
             self._claim(schedule, stages)
         with self._reporting():
-            plan = self._plan_for(num_microbatches, args, kwargs)
-            self._plans[schedule] = plan
             self.chunks = num_microbatches
-            variant = self._variant(plan)
             if not self.is_first:
                 self._exchange.expect("F", self.stage_index, self._rank_of(-1))
             if not self.is_last:
                 self._exchange.expect("B", self.stage_index, self._rank_of(1))
-                sent = self._sent_of(variant.outputs)
-                handshake.offer(
-                    self._pg.rendezvous,
-                    self._handshake_key,
-                    self.stage_index + 1,
-                    Offer(values=tuple(sent), rows=plan.rows),
-                )
+            self._current = self._begin_step(args, kwargs)
         if stages[-1] is self:
             self._pg.rendezvous.exchange("ready", None)
         return ()
@@ -187,12 +206,83 @@ class XlaPipelineStage(SilentStage):
             transport=self._exchange.transport_name,
         )
         key = handshake.agree_on_stages(self._pg.rendezvous, claim)
+        kinds = StepKinds(self._pg.rendezvous, key, self._rank_of(-self.stage_index))
+        kinds.begin_step()
         for stage in stages:
-            stage._handshake_key = key
+            known = stage._drives.get(schedule)
+            loss = stage._take_loss(schedule) if known is None else known.loss
+            stage._drives[schedule] = _Drive(kinds, loss)
+
+    def _take_loss(self, schedule: Schedule) -> StageLoss | None:
+        """Let the schedule call this stage for the loss, if it is the last one."""
+        function = loss_function(schedule)
+        if function is None or not self.is_last:
+            return None
+        scale = 1.0 / num_microbatches(schedule) if scales_grads(schedule) else 1.0
+        loss = StageLoss(function, self._placement, scale)
+
+        def compute(output: Any, target: Any) -> Any:
+            with self._reporting():
+                return self._compute_loss(loss, output, target)
+
+        set_loss_function(schedule, compute)
+        return loss
+
+    def _compute_loss(self, loss: StageLoss, output: Any, target: Any) -> Any:
+        """Compute the loss of the microbatch whose forward was the last."""
+        plan = self._plan()
+        microbatch, specs = self._last_forward, self._variant(plan).outputs
+        if not self.has_backward:
+            specs = tuple(replace(spec, requires_grad=False) for spec in specs)
+        value, grads = loss(output, specs, target, plan.rows)
+        if grads is not None and self.has_backward:
+            self._scaled_grads[microbatch] = grads
+            del self._leaves[microbatch]
+        return value
+
+    def _begin_step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> StagePlan:
+        """Return the plan for this step; a new kind of step makes a new one."""
+        drive = self._drives[self._driver()]
+        if drive.loss is not None:
+            drive.loss.begin_step()
+        if self.is_first:
+            signature, _ = Signature.of(args, kwargs)
+            number = drive.kinds.announce((signature, Mode.of(self.submod)))
+        else:
+            number = drive.kinds.current()
+        if number not in drive.plans:
+            key = f"{drive.kinds.key}/{number}"
+            drive.plans[number] = self._agree(key, args, kwargs)
+            if len(drive.plans) > _MANY_PLANS:
+                _logger.warning(
+                    "stage %d: programs for %d kinds of steps (shapes, other arguments,"
+                    " training mode, autocast) are compiled and kept. Each new one "
+                    "costs a compilation: pad batches to few shapes.",
+                    self.stage_index,
+                    len(drive.plans),
+                )
+        return drive.plans[number]
+
+    def _agree(
+        self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> StagePlan:
+        """Take the previous stage's offer, and make one to the next."""
+        plan = self._plan_for(key, args, kwargs)
+        variant = self._variant(plan)
+        if not self.is_last:
+            offer = Offer(
+                values=tuple(self._sent_of(variant.outputs)),
+                rows=plan.rows,
+                num_random=plan.random_before + variant.num_random,
+            )
+            handshake.offer(self._pg.rendezvous, key, self.stage_index + 1, offer)
+        return plan
 
     def _plan_for(
         self,
-        num_microbatches: int,
+        key: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None,
     ) -> StagePlan:
@@ -200,25 +290,24 @@ class XlaPipelineStage(SilentStage):
         signature, outside = Signature.of(args if self.is_first else (), kwargs)
         if self.is_first:
             rows = outside[0].shape[0] if outside and outside[0].dim() else 1
-            received: tuple[TensorSpec, ...] = ()
+            offered = Offer(values=(), rows=rows)
             self._placement.check_batch(rows)
         else:
             offered = handshake.await_offer(
-                self._pg.rendezvous,
-                self._handshake_key,
-                self.stage_index,
-                self._rank_of(-1),
+                self._pg.rendezvous, key, self.stage_index, self._rank_of(-1)
             )
-            received, rows = offered.values, offered.rows
+        rows = offered.rows
         given = tuple(self._given_spec(value, rows) for value in outside)
         if self._expected_inputs is not None and not kwargs:
             expected = describe_all(self._expected_inputs)
-            handshake.check_fits(self.stage_index, received or given, expected)
+            got = offered.values or given
+            handshake.check_fits(self.stage_index, got, expected)
         return StagePlan(
             stage=self.stage_index,
-            num_microbatches=num_microbatches,
+            num_microbatches=num_microbatches(self._driver()),
             rows=rows,
-            received=received,
+            received=offered.values,
+            random_before=offered.num_random,
             given=given,
             signature=signature,
             expected_outputs=self._expected_outputs,
@@ -276,11 +365,14 @@ class XlaPipelineStage(SilentStage):
             training step its tensors are leaves that a loss may be computed from.
         """
         with self._reporting():
+            if self._current is None:
+                self._current = self._begin_step(args, kwargs)
             plan = self._plan()
             variant = self._variant(plan)
+            self._last_forward = fwd_chunk_id
             live = self._inputs(plan, fwd_chunk_id, args, kwargs)
             self._add_routes(live, "F", fwd_chunk_id, variant.borders)
-            seed = self._seed(fwd_chunk_id)
+            seed = self._seed(plan, fwd_chunk_id)
             programs = variant.programs
             run = programs.forward if self.has_backward else programs.inference
             result = run(self._state.fixed, live, seed)
@@ -352,8 +444,8 @@ class XlaPipelineStage(SilentStage):
             raise StageShapeError(
                 f"stage {self.stage_index}, microbatch {microbatch}: expected "
                 f"arguments {plan.signature}, got {signature}. "
-                "Use a batch that divides into equal microbatches, and the same "
-                "shapes and arguments in every step."
+                "Use a batch that divides into equal microbatches; arguments of a "
+                "later stage may change only when the first stage's do."
             )
         received = []
         if plan.received and not self._exchange.is_in_graph(self._rank_of(-1)):
@@ -434,7 +526,12 @@ class XlaPipelineStage(SilentStage):
     def _loss_grads(
         self, specs: Sequence[TensorSpec], microbatch: int, loss: Tensor | None
     ) -> dict[int, Tensor]:
-        """Differentiate the loss of one microbatch by the outputs."""
+        """Return the gradient of the loss of one microbatch by the outputs.
+
+        A loss that could not be compiled is differentiated here.
+        """
+        if microbatch in self._scaled_grads:
+            return self._scaled_grads.pop(microbatch)
         leaves = self._leaves.pop(microbatch)
         wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
         if loss is None or not wanted:
@@ -505,9 +602,17 @@ class XlaPipelineStage(SilentStage):
             self._exchange.settle()
             for stage in stages:
                 stage._state.publish_grads()
+            first = stages[0]
+            if first.has_backward and self._variant(plan).programs.has_backward:
+                first._drives[self._driver()].kinds.forget_announced()
 
     def _plan(self) -> StagePlan:
-        return self._plans[self._driver()]
+        if self._current is None:
+            raise PipelineError(
+                f"stage {self.stage_index}: expected a forward before a backward of a "
+                "step. Correct the schedule's order."
+            )
+        return self._current
 
     def _driver(self) -> Schedule:
         if self._schedule is None:
@@ -520,11 +625,16 @@ class XlaPipelineStage(SilentStage):
     def _rank_of(self, distance: int) -> int:
         return int(self.stage_index_to_group_rank[self.stage_index + distance])
 
-    def _seed(self, microbatch: int) -> int:
-        """Return the seed of one microbatch's random numbers in this step."""
-        key = (torch.initial_seed(), self.stage_index, self._num_steps, microbatch)
-        digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
-        return int.from_bytes(digest, "big")
+    def _seed(self, plan: StagePlan, microbatch: int) -> int:
+        """Return the seed of this stage's random numbers for one microbatch.
+
+        All stages draw from one sequence per microbatch, each where the stages before
+        it end, so that the numbers do not depend on where the model is split.
+        """
+        key = (torch.initial_seed(), self._num_steps, microbatch)
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "big")
+        return xla_compat.advanced_seed(seed, plan.random_before)
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:

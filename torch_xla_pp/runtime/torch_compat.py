@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ __all__ = [
     "StageBase",
     "calling_schedule",
     "local_stages",
+    "loss_function",
     "move_factories_to",
     "num_microbatches",
     "scales_grads",
+    "set_loss_function",
     "trace_and_split",
 ]
 
@@ -59,6 +62,20 @@ def num_microbatches(schedule: Schedule) -> int:
 def scales_grads(schedule: Schedule) -> bool:
     """Return whether gradients are averaged over the microbatches."""
     return schedule.scale_grads
+
+
+def loss_function(schedule: Schedule) -> Callable[[Any, Any], Any] | None:
+    """Return what computes the loss of a microbatch from output and target."""
+    return schedule._loss_fn
+
+
+def set_loss_function(schedule: Schedule, function: Callable[[Any, Any], Any]) -> None:
+    """Let `schedule` call `function` for the loss.
+
+    A schedule computes the loss between two calls of the last stage, which is told
+    only of the result. This can go when upstream passes the target to the stage.
+    """
+    schedule._loss_fn = function
 
 
 def trace_and_split(*args: Any, **kwargs: Any) -> Pipe:

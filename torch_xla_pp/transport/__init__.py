@@ -10,7 +10,7 @@ from torch_xla_pp.transport.process_group import (
     of_group,
     register_backend,
 )
-from torch_xla_pp.transport.rendezvous import Rendezvous
+from torch_xla_pp.transport.rendezvous import Rendezvous, StoreLost
 from torch_xla_pp.transport.stage_transport import (
     Direction,
     Message,
@@ -25,6 +25,7 @@ __all__ = [
     "Rendezvous",
     "ShardLayout",
     "StageTransport",
+    "StoreLost",
     "XlaPpProcessGroup",
     "of_group",
     "receive_op",

@@ -27,6 +27,7 @@ from torch_xla_pp.transport.c10d import PrefixStore, Store
 
 POLL_S = 0.2
 _FIRST_NAP_S = 0.001
+_LONGEST_NAP_S = 0.05
 _SHARED_BUILTINS = ("ValueError", "TypeError", "RuntimeError")
 
 _logger = logging.getLogger(__name__)
@@ -93,14 +94,28 @@ class Rendezvous:
         """Give `value`, which must pickle, to every rank that reads `name`."""
         self._set(f"value/{name}/{self.rank}", value)
 
-    def read(self, name: str, from_rank: int, timeout_s: float | None = None) -> Any:
+    def read(
+        self,
+        name: str,
+        from_rank: int,
+        timeout_s: float | None = None,
+        longest_nap_s: float = _LONGEST_NAP_S,
+    ) -> Any:
         """Wait for what `from_rank` publishes as `name`, and return it.
+
+        Looks ever less often, but at least every `longest_nap_s` seconds.
 
         Raises:
             TransportTimeout: It was not published within `timeout_s` seconds.
             Exception: A peer has reported a failure, see `check`.
         """
-        return self._await(f"value/{name}/{from_rank}", name, from_rank, timeout_s)
+        key = f"value/{name}/{from_rank}"
+        return self._await(key, name, from_rank, timeout_s, longest_nap_s)
+
+    def retract(self, name: str) -> None:
+        """Drop what this rank has published as `name`; nobody may still read it."""
+        with self._asking():
+            self._store.delete_key(f"value/{name}/{self.rank}")
 
     def exchange(
         self, name: str, value: Any, timeout_s: float | None = None
@@ -243,7 +258,12 @@ class Rendezvous:
             ) from lost
 
     def _await(
-        self, key: str, name: str, from_rank: int, timeout_s: float | None
+        self,
+        key: str,
+        name: str,
+        from_rank: int,
+        timeout_s: float | None,
+        longest_nap_s: float = _LONGEST_NAP_S,
     ) -> Any:
         nap_s = _FIRST_NAP_S
 
@@ -255,7 +275,7 @@ class Rendezvous:
                 if time.monotonic() >= end_s:
                     return False
                 time.sleep(nap_s)
-                nap_s = min(2 * nap_s, 0.05)
+                nap_s = min(2 * nap_s, longest_nap_s)
             return True
 
         self.wait_until(is_there, timeout_s, lambda: f"rank {from_rank}: {name!r}")

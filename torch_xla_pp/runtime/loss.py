@@ -1,0 +1,122 @@
+"""The user's loss function on the last stage, compiled.
+
+A schedule calls its `loss_fn` for each microbatch right after the forward of the last
+stage. `StageLoss` takes the function's place there: it runs the loss and its gradient
+as one program, and keeps the gradient for the backward of that microbatch.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.compile import LossProgram
+from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.mesh import TensorSpec
+from torch_xla_pp.runtime.captured import captured_by
+from torch_xla_pp.runtime.placement import Placement
+from torch_xla_pp.runtime.plan import spec_of
+
+_logger = logging.getLogger(__name__)
+
+
+class _Key(NamedTuple):
+    """State what a compiled loss is for."""
+
+    inputs: tuple[TensorSpec, ...]
+    output_spec: pytree.TreeSpec
+    autocast: torch.dtype | None
+    captured: tuple[Any, ...]
+
+
+class StageLoss:
+    """Run a loss function on the outputs of the last stage.
+
+    The function is traced once for each of: shapes, autocast, and what it reads from
+    outside (numbers and the like; tensors count by identity, what is written into
+    them is read anew). A function that cannot be traced runs eagerly, with a warning.
+
+    Args:
+        function: The user's loss function.
+        placement: The devices of this rank.
+        scale: What the gradient of each microbatch is multiplied by.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], placement: Placement, scale: float
+    ) -> None:
+        self.function = function
+        self._placement = placement
+        self._scale_value = scale
+        self._scales: dict[torch.dtype, Tensor] = {}
+        self._programs: dict[_Key, LossProgram | None] = {}
+        self._captured: tuple[Any, ...] = ()
+
+    def begin_step(self) -> None:
+        """Look at what the function reads from outside; takes some 10 µs."""
+        self._captured = captured_by(self.function)
+
+    def __call__(
+        self, output: Any, specs: Sequence[TensorSpec], target: Any, rows: int
+    ) -> tuple[Any, dict[int, Tensor] | None]:
+        """Compute the loss of one microbatch.
+
+        Args:
+            output: The stage's output, of leaves on the device.
+            specs: What its tensors look like.
+            target: The microbatch's target, on the host or the device.
+            rows: Rows of the microbatch.
+
+        Returns:
+            The loss, and output index → gradient; None in place of the gradients if
+            the loss was computed eagerly and is to be differentiated by autograd.
+        """
+        if not isinstance(target, Tensor):
+            return self.function(output, target), None
+        outputs, structure = pytree.tree_flatten(output)
+        partition = self._placement.batch_partition(tuple(target.shape), rows)
+        wanted = (*specs, spec_of(target, partition, False))
+        is_on = torch.is_autocast_enabled("xla")
+        autocast = torch.get_autocast_dtype("xla") if is_on else None
+        key = _Key(wanted, structure, autocast, self._captured)
+        if key not in self._programs:
+            self._programs[key] = self._compile(key)
+        program = self._programs[key]
+        if program is None:
+            return self.function(output, target), None
+        pinned = self._placement.place(target, partition)
+        leaves = [value.detach() for value in outputs]
+        return program([*leaves, pinned], self._scale(program.dtype))
+
+    def _compile(self, key: _Key) -> LossProgram | None:
+        examples = [
+            torch.empty(
+                spec.shape, dtype=spec.dtype, device=xla_compat.device()
+            ).requires_grad_(spec.requires_grad)
+            for spec in key.inputs
+        ]
+        shardings = [self._placement.sharding(spec.partition) for spec in key.inputs]
+        try:
+            return LossProgram(self.function, key.output_spec, examples, shardings)
+        except PipelineError:
+            raise
+        except Exception as error:
+            _logger.warning(
+                "loss_fn cannot be compiled and runs eagerly, which is slower: %s: %s",
+                type(error).__name__,
+                error,
+            )
+            return None
+
+    def _scale(self, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._scales:
+            self._scales[dtype] = xla_compat.from_local_shards(
+                [torch.tensor(self._scale_value, dtype=dtype)],
+                xla_compat.replicated_sharding(),
+                (),
+            )
+        return self._scales[dtype]
