@@ -20,6 +20,7 @@ from torch_xla_pp.compile.border import ROUTE_IN, ROUTE_OUT, Border
 from torch_xla_pp.compile.export import JointGraph
 from torch_xla_pp.compile.partition import (
     Function,
+    Remat,
     StageFunctions,
     accumulator,
     partition_joint,
@@ -75,6 +76,7 @@ class StagePrograms:
         fixed_shardings: Role → sharding of parameters and buffers; gradient sums
             and new buffers get the same.
         borders: What the programs receive and send themselves.
+        remat: Which forward values are computed again in the backward.
     """
 
     def __init__(
@@ -84,9 +86,11 @@ class StagePrograms:
         input_shardings: Sequence[xla_compat.OpSharding],
         fixed_shardings: Mapping[str, xla_compat.OpSharding],
         borders: Borders | None = None,
+        *,
+        remat: Remat = "none",
     ) -> None:
         borders = borders or Borders()
-        functions = partition_joint(joint)
+        functions = partition_joint(joint, remat)
         self._functions = functions
         self.output_spec: pytree.TreeSpec = joint.output_spec
         self._constants = {
