@@ -9,13 +9,19 @@ from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import Forwarded, StagePrograms, export_joint
+from torch_xla_pp.compile.partition import Remat
 
 
 class Compiled:
     """A module's stage programs, with parameters replicated and inputs split."""
 
     def __init__(
-        self, module: nn.Module, inputs: Sequence[Tensor], mesh: Any, **kwargs: Any
+        self,
+        module: nn.Module,
+        inputs: Sequence[Tensor],
+        mesh: Any,
+        remat: Remat = "none",
+        **kwargs: Any,
     ) -> None:
         self.mesh = mesh
         self.whole = xla_compat.replicated_sharding()
@@ -40,6 +46,7 @@ class Compiled:
             [self.rows(v) for v in outputs],
             [self.rows(v) for v in inputs],
             dict.fromkeys(self.fixed, self.whole),
+            remat=remat,
         )
 
     def rows(self, value: Tensor) -> Any:

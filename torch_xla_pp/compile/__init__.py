@@ -1,10 +1,11 @@
 """Compile stages: from a module to XLA programs that are traced once."""
 
 from torch_xla_pp.compile.border import ROUTE_IN, ROUTE_OUT
-from torch_xla_pp.compile.export import JointGraph, export_joint
+from torch_xla_pp.compile.export import JointGraph, export_joint, marking_checkpoints
 from torch_xla_pp.compile.loss import LossProgram
 from torch_xla_pp.compile.partition import (
     Function,
+    Remat,
     StageFunctions,
     accumulator,
     partition_joint,
@@ -21,9 +22,11 @@ __all__ = [
     "Program",
     "ROUTE_IN",
     "ROUTE_OUT",
+    "Remat",
     "StageFunctions",
     "StagePrograms",
     "accumulator",
     "export_joint",
+    "marking_checkpoints",
     "partition_joint",
 ]

@@ -9,13 +9,24 @@ their role, so that values find their way by name alone:
 
 and its results are listed by role in `JointGraph`. This is the only file that uses
 `torch._functorch`, `torch._guards` and `torch._subclasses`.
+
+Functions under `torch.utils.checkpoint.checkpoint` are traced as all others, and only
+marked: a *region* is all that one outermost call of `checkpoint` runs. This is the
+only file that uses the insides of `torch.utils.checkpoint` and `torch.fx.traceback`.
+Differences to eager: a region under `use_reentrant=True` has gradients even if none
+of its arguments has; buffers are not updated a second time in the backward; and of
+`context_fn`, only the contexts that `create_selective_checkpoint_contexts` makes are
+taken.
 """
 
 import contextlib
+import inspect
+import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -30,12 +41,21 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_xla_pp.errors import PipelineError
 
 _WRAPPED = "module."
+
+# Fields of `node.meta`, those that torch.compile has for the same purpose: they are
+# copied from one trace to the next.
+_REGION = "ac_graph_id"
+_POLICY = "recompute"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,6 +73,9 @@ class JointGraph:
         parameter_grads: Parameter role → node of its gradient.
         input_grads: Input index → node of its gradient, None where the stage's
             outputs do not depend on that input.
+        regions: Node → the region in which it was made; for a node of the backward,
+            that of the operation whose gradient it computes.
+        selected: Nodes that a selective checkpoint saves.
 
     In-place updates of inputs are not kept: inputs belong to the pipeline.
     """
@@ -66,6 +89,8 @@ class JointGraph:
     buffer_updates: dict[str, fx.Node] = field(default_factory=dict)
     parameter_grads: dict[str, fx.Node] = field(default_factory=dict)
     input_grads: dict[int, fx.Node | None] = field(default_factory=dict)
+    regions: dict[fx.Node, int] = field(default_factory=dict)
+    selected: set[fx.Node] = field(default_factory=set)
 
     @property
     def num_random(self) -> int:
@@ -105,7 +130,8 @@ class _TensorsOnly(nn.Module):
         values = iter(tensors)
         leaves = [next(values) if x is Tensor else x for x in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        outputs, self.output_spec = pytree.tree_flatten(self.module(*args, **kwargs))
+        result = _call(self.module, args, kwargs)
+        outputs, self.output_spec = pytree.tree_flatten(result)
         strange = [type(x).__name__ for x in outputs if not isinstance(x, Tensor)]
         if strange:
             raise TypeError(
@@ -115,6 +141,16 @@ class _TensorsOnly(nn.Module):
         return tuple(
             x.clone() if i in self._cloned else x for i, x in enumerate(outputs)
         )
+
+
+def _call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call a module; one that was traced hands on the marks of its nodes."""
+    if not isinstance(module, fx.GraphModule):
+        return module(*args, **kwargs)
+    if not any(_REGION in node.meta for node in module.graph.nodes):
+        return module(*args, **kwargs)
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    return fx.Interpreter(module).run(*bound.args)
 
 
 def _decomposed_dropout(
@@ -175,6 +211,7 @@ def _export(module: nn.Module, args: list[Tensor]) -> Any:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         contextlib.ExitStack() as stack,
+        marking_checkpoints(),
         torch.set_grad_enabled(True),
         tracing(TracingContext(fake)),
         warnings.catch_warnings(),
@@ -183,6 +220,86 @@ def _export(module: nn.Module, args: list[Tensor]) -> Any:
         return aot_export_joint_with_descriptors(
             stack, module, tuple(args), decompositions=_DECOMPOSITIONS
         )
+
+
+@contextlib.contextmanager
+def marking_checkpoints() -> Iterator[None]:
+    """Let traces inside of the context mark checkpointed functions on their nodes.
+
+    `export_joint` enters it itself; enter it around `torch.export` of a module, too,
+    for the marks to be on the nodes of the exported graph.
+
+    Raises:
+        PipelineError: A trace comes to a `checkpoint` whose `context_fn` is not
+            supported.
+    """
+    count = itertools.count()
+
+    def without_reentrant(
+        function: Any,
+        preserve_rng_state: bool,
+        context_fn: Callable[[], tuple[Any, Any]],
+        *_: Any,
+        **__: Any,
+    ) -> Iterator[None]:
+        with _region(count), _selection(context_fn):
+            yield
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+            with _region(count):
+                return function(*args)
+
+    def inline(_: Any, body: fx.GraphModule, *args: Any, **__: Any) -> Any:
+        if "_checkpoint_context_fn" in body.meta:
+            raise _unsupported_context("a context_fn in a model that is exported")
+        with _region(count) as region:
+            for node in body.graph.nodes:
+                node.meta[_REGION] = region
+            return fx.Interpreter(body).run(*args)
+
+    with (
+        mock.patch.multiple(
+            torch_checkpoint,
+            _checkpoint_without_reentrant_generator=without_reentrant,
+            CheckpointFunction=Reentrant,
+        ),
+        # What torch.export makes of a call of `checkpoint`, and then cannot export.
+        mock.patch.object(TagActivationCheckpoint, "__call__", inline),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _region(count: Iterator[int]) -> Iterator[int]:
+    """Mark the nodes made inside; an outer region goes on."""
+    before = dict(traceback.current_meta)
+    region: int = traceback.current_meta.setdefault(_REGION, next(count))
+    try:
+        yield region
+    finally:
+        for key in (_REGION, _POLICY):
+            traceback.current_meta.pop(key, None)
+            if key in before:
+                traceback.current_meta[key] = before[key]
+
+
+def _selection(context_fn: Callable[[], tuple[Any, Any]]) -> Any:
+    """Return the context that marks nodes with a selective checkpoint's policy."""
+    context, _ = context_fn()
+    known = (contextlib.nullcontext, torch_checkpoint._CachingTorchDispatchMode)
+    if not isinstance(context, known):
+        raise _unsupported_context(f"a context of type {type(context).__name__}")
+    return context
+
+
+def _unsupported_context(got: str) -> PipelineError:
+    return PipelineError(
+        "checkpoint: expected a context_fn that returns what "
+        "create_selective_checkpoint_contexts returns, in a model that is not "
+        f"exported, got {got}. Leave context_fn out, or build the stage by hand."
+    )
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
@@ -228,9 +345,30 @@ def _read(
     grads = results[len(mutated) + num_outputs :]
     if grads:
         _read_grads(read, primals, grads)
+    _read_regions(read)
     _merge_tied(read)
     _lift_constants(read)
     return read
+
+
+def _read_regions(joint: JointGraph) -> None:
+    """Sort the nodes by region.
+
+    A node of the backward has the sequence number of its operation, as has the
+    first node that the operation has in the forward.
+    """
+    region_of: dict[int, int | None] = {}
+    for node in joint.graph.graph.nodes:
+        number, region = node.meta.get("seq_nr"), node.meta.get(_REGION)
+        if node.meta.get("partitioner_tag") == "is_backward":
+            region = region_of.get(number)
+        elif number is not None:
+            region_of.setdefault(number, region)
+        if region is not None:
+            joint.regions[node] = region
+        policy = node.meta.get(_POLICY)
+        if policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+            joint.selected.add(node)
 
 
 def _role(desc: Any, first_names: dict[str, str]) -> str:

@@ -13,15 +13,40 @@ Terms: a *function* is a piece of the joint graph with named inputs and outputs;
 A view or a factory call on a frontier is moved behind it: saving its operand costs no
 memory, saving its result would. Parameters, inputs and constants are never outputs
 of a function: they keep their names on both sides.
+
+*Rematerialisation* moves more behind the frontier of the backward: forward values
+that are computed again, from what is saved, where the backward reads them. `Remat`
+says which. The laws:
+
+* Random values are saved, never drawn again; so are values made of them alone, as a
+  mask is smaller than the numbers that it was made of.
+* A value made of a buffer that the forward updates is saved, as the old value of the
+  buffer is gone in the backward.
+* Backward input and backward weight together do what the backward does: what the
+  first computes again and the second reads is in the residual.
+* Every function has its nodes in the order of the joint graph, so that random
+  operations draw in the same order in all of them.
 """
 
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from torch_xla_pp.compile.export import JointGraph, is_random
+
+Remat: TypeAlias = Literal["none", "full"] | Collection[OpOverload]
+"""Which forward values are computed again in the backward.
+
+* `"none"`: those of functions under `torch.utils.checkpoint.checkpoint`, as in eager.
+* `"full"`: all; saved are the inputs of the stage and random values alone.
+* op overloads, e.g. `[torch.ops.aten.mm.default]`: all but the results of these, as
+  in the list that `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes.
+"""
 
 _aten = torch.ops.aten
 
@@ -95,9 +120,90 @@ def accumulator(role: str) -> str:
     return f"sum:{role}"
 
 
-def partition_joint(joint: JointGraph) -> StageFunctions:
-    """Cut a joint graph into the functions of its stage."""
-    return _Cut(joint).functions()
+def partition_joint(joint: JointGraph, remat: Remat = "none") -> StageFunctions:
+    """Cut a joint graph into the functions of its stage.
+
+    Args:
+        joint: What to cut.
+        remat: Which forward values are computed again in the backward.
+
+    Raises:
+        ValueError: `remat` is neither a known word nor a collection of op overloads.
+    """
+    return _Cut(joint, remat).functions()
+
+
+class _Policy:
+    """Say which forward values a reader in the backward computes again."""
+
+    def __init__(self, joint: JointGraph, remat: Remat) -> None:
+        kept_ops = _kept_ops(remat)
+        self._regions = joint.regions
+        self._is_everywhere = kept_ops is not None
+        self._kept = _random(joint) | _made_of_updated(joint)
+        self._kept |= (
+            joint.selected
+            if kept_ops is None
+            else {n for n in joint.graph.graph.nodes if n.target in kept_ops}
+        )
+
+    def region(self, node: fx.Node) -> int | None:
+        """Return the region of which `node` is a part, None for no region."""
+        return 0 if self._is_everywhere else self._regions.get(node)
+
+    def is_computed_again(self, node: fx.Node, reader: int | None) -> bool:
+        """Return whether a reader in region `reader` computes `node` again.
+
+        What later operations read of a region is saved, as in eager.
+        """
+        if _is_cheap(node):
+            return True
+        made = node.all_input_nodes[0] if node.target is operator.getitem else node
+        is_shared = reader is not None and self.region(made) == reader
+        return is_shared and made not in self._kept and node not in self._kept
+
+
+def _kept_ops(remat: Remat) -> frozenset[OpOverload] | None:
+    """Return the ops whose results are saved, None where eager decides."""
+    if isinstance(remat, str):
+        known: dict[str, frozenset[OpOverload] | None] = {
+            "none": None,
+            "full": frozenset(),
+        }
+        if remat in known:
+            return known[remat]
+    elif isinstance(remat, Collection):
+        strange = [repr(x) for x in remat if not isinstance(x, OpOverload)]
+        if not strange:
+            return frozenset(remat)
+        raise ValueError(
+            f"remat: expected op overloads, got {', '.join(strange)}. Pass overloads "
+            "such as torch.ops.aten.mm.default."
+        )
+    raise ValueError(
+        f"remat: expected 'none', 'full' or a collection of op overloads, got "
+        f"{remat!r}. Pass e.g. [torch.ops.aten.mm.default] to save matrix products."
+    )
+
+
+def _random(joint: JointGraph) -> set[fx.Node]:
+    """Return the results of random operations and what is made of them alone."""
+    found: set[fx.Node] = set()
+    for node in joint.graph.graph.nodes:
+        inputs = node.all_input_nodes
+        if is_random(node) or (inputs and found.issuperset(inputs)):
+            found.add(node)
+    return found
+
+
+def _made_of_updated(joint: JointGraph) -> set[fx.Node]:
+    """Return what reads buffers that the forward updates, views left out."""
+    found: set[fx.Node] = set()
+    buffers = {n for n, role in joint.roles.items() if role in joint.buffer_updates}
+    for node in joint.graph.graph.nodes:
+        if not buffers.isdisjoint(node.all_input_nodes):
+            (buffers if _is_cheap(node) else found).add(node)
+    return found
 
 
 def value_and_grads(joint: JointGraph) -> Function:
@@ -108,8 +214,9 @@ def value_and_grads(joint: JointGraph) -> Function:
 class _Cut:
     """Hold the node sets of a cut while its functions are made."""
 
-    def __init__(self, joint: JointGraph) -> None:
+    def __init__(self, joint: JointGraph, remat: Remat = "none") -> None:
         self._joint = joint
+        self._policy = _Policy(joint, remat)
         self._names = {n: joint.roles.get(n, n.name) for n in joint.graph.graph.nodes}
         self._forward_results = joint.outputs + list(joint.buffer_updates.values())
         self._input_results = [g for g in joint.input_grads.values() if g is not None]
@@ -119,13 +226,8 @@ class _Cut:
         return self._forward_piece("loss", self._joint.outputs + self._input_results)
 
     def functions(self) -> StageFunctions:
-        forward = self._closure(self._forward_results, frozenset())
-        grads = self._input_results + self._weight_results
-        backward = self._closure(grads, forward) - forward
-        saved = self._frontier(backward | set(grads), forward)
-        first = self._closure(self._input_results, forward) - forward
-        second = self._closure(self._weight_results, forward | first) - forward - first
-        passed = self._frontier(second | set(self._weight_results), first)
+        saved = self._saved()
+        passed = self._passed(saved)
         joint = self._joint
         inputs, weights = self._input_results, joint.parameter_grads
         return StageFunctions(
@@ -149,54 +251,34 @@ class _Cut:
             },
         )
 
-    def _closure(
-        self, results: Iterable[fx.Node], known: frozenset[fx.Node] | set[fx.Node]
-    ) -> set[fx.Node]:
-        """Return the nodes that `results` depend on, without placeholders.
+    def _saved(self) -> list[fx.Node]:
+        """Return what the forward saves for the backward."""
+        forward = _closure(self._forward_results)
+        grads = self._input_results + self._weight_results
+        region = self._policy.region
+        reads = [
+            (read, region(node))
+            for node in _closure(grads, forward)
+            for read in node.all_input_nodes
+        ]
+        reads += [(grad, region(grad)) for grad in grads]
+        found = _frontier(reads, forward, self._policy.is_computed_again)
+        # One reader may have a value saved that another would compute again.
+        return self._ordered(found & _reads(grads, found))
 
-        Every part of a multi-output node counts as soon as the node does.
-        """
-        seen: set[fx.Node] = set(known)
-        todo = list(results)
-        while todo:
-            node = todo.pop()
-            if node in seen or node.op == "placeholder":
-                continue
-            seen.add(node)
-            todo.extend(node.all_input_nodes)
-            if isinstance(node.meta.get("val"), (tuple, list)):
-                todo.extend(node.users)
-        return seen
+    def _passed(self, saved: list[fx.Node]) -> list[fx.Node]:
+        """Return what backward input computes and backward weight reads."""
+        first = _closure(self._input_results, saved)
+        weights = self._weight_results
+        reads = [(node, None) for node in _reads(weights, {*saved, *first})]
+        return self._ordered(_frontier(reads, first, lambda node, _: _is_cheap(node)))
 
-    def _frontier(
-        self, piece: set[fx.Node], before: set[fx.Node] | frozenset[fx.Node]
-    ) -> list[fx.Node]:
-        """Return what `piece` reads from `before`, views and factories left out."""
-        found: dict[fx.Node, None] = {}
-        new = piece - before
-        todo = [n for node in new for n in node.all_input_nodes] + list(piece & before)
-        seen = set()
-        while todo:
-            node = todo.pop()
-            if node in seen or node not in before:
-                continue
-            seen.add(node)
-            if _is_cheap(node):
-                todo.extend(node.all_input_nodes)
-            else:
-                found[node] = None
-        order = {node: i for i, node in enumerate(self._joint.graph.graph.nodes)}
-        return sorted(found, key=order.__getitem__)
+    def _ordered(self, nodes: set[fx.Node]) -> list[fx.Node]:
+        return [node for node in self._joint.graph.graph.nodes if node in nodes]
 
     def _forward_piece(self, name: str, results: list[fx.Node]) -> Function:
         """Extract the piece that computes `results` from placeholders."""
-        piece = _Piece(self._joint.roles, ())
-        outputs = {
-            self._names[node]: piece.copy(node)
-            for node in results
-            if node.op != "placeholder"
-        }
-        return piece.function(name, outputs)
+        return _Piece(self._joint, results, ()).function(name, self._named(results))
 
     def _backward_piece(
         self,
@@ -206,15 +288,16 @@ class _Cut:
         given: Iterable[fx.Node],
     ) -> Function | None:
         """Extract a piece of the backward that adds up gradients of `weights`."""
-        piece = _Piece(self._joint.roles, given)
-        outputs = {
-            self._names[node]: piece.copy(node)
-            for node in results
-            if node.op != "placeholder"
+        piece = _Piece(self._joint, [*results, *weights.values()], given)
+        outputs = self._named(results)
+        sums = {
+            _accumulated(role): piece.accumulate(role, grad)
+            for role, grad in weights.items()
         }
-        for role, grad in weights.items():
-            outputs[_accumulated(role)] = piece.accumulate(role, piece.copy(grad))
-        return piece.function(name, outputs) if outputs else None
+        return piece.function(name, outputs, sums) if outputs or sums else None
+
+    def _named(self, results: Iterable[fx.Node]) -> dict[str, fx.Node]:
+        return {self._names[n]: n for n in results if n.op != "placeholder"}
 
 
 def _accumulated(role: str) -> str:
@@ -229,42 +312,84 @@ def _is_cheap(node: fx.Node) -> bool:
     return is_factory and not is_random(node)
 
 
-class _Piece:
-    """Build a graph by copying nodes on demand, back to what is given."""
+def _closure(results: Iterable[fx.Node], known: Iterable[fx.Node] = ()) -> set[fx.Node]:
+    """Return the nodes to compute for `results`, given placeholders and `known`.
 
-    def __init__(self, roles: Mapping[fx.Node, str], given: Iterable[fx.Node]) -> None:
-        self._roles = roles
-        self._given = frozenset(given)
+    Every part of a multi-output node counts as soon as the node does.
+    """
+    known = set(known)
+    found: set[fx.Node] = set()
+    todo = list(results)
+    while todo:
+        node = todo.pop()
+        if node in found or node in known or node.op == "placeholder":
+            continue
+        found.add(node)
+        todo.extend(node.all_input_nodes)
+        if isinstance(node.meta.get("val"), (tuple, list)):
+            todo.extend(node.users)
+    return found
+
+
+def _reads(results: Iterable[fx.Node], known: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return `results` and all that is read to compute them, given `known`."""
+    computed = _closure(results, known)
+    return {*results, *(read for node in computed for read in node.all_input_nodes)}
+
+
+def _frontier(
+    reads: Iterable[tuple[fx.Node, int | None]],
+    before: set[fx.Node],
+    is_computed_again: Callable[[fx.Node, int | None], bool],
+) -> set[fx.Node]:
+    """Return what must be passed on from `before` for `reads`, nodes with regions.
+
+    A reader that computes a value again reads what the value is made of.
+    """
+    found: set[fx.Node] = set()
+    seen: set[tuple[fx.Node, int | None]] = set()
+    todo = list(reads)
+    while todo:
+        node, reader = todo.pop()
+        if (node, reader) in seen or node not in before:
+            continue
+        seen.add((node, reader))
+        if is_computed_again(node, reader):
+            todo.extend((read, reader) for read in node.all_input_nodes)
+        else:
+            found.add(node)
+    return found
+
+
+class _Piece:
+    """Build a graph by copying what `results` depend on, back to what is given."""
+
+    def __init__(
+        self, joint: JointGraph, results: Iterable[fx.Node], given: Iterable[fx.Node]
+    ) -> None:
+        self._roles = joint.roles
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
         self._inputs: dict[str, fx.Node] = {}
-
-    def copy(self, node: fx.Node) -> fx.Node:
-        """Copy `node` and all it depends on, if that was not done yet."""
-        todo = [node]
-        while todo:
-            current = todo[-1]
-            if current in self._copies:
-                todo.pop()
-            elif current.op == "placeholder" or current in self._given:
-                name = self._roles.get(current, current.name)
-                self._copies[current] = self._placeholder(name)
-            else:
-                missing = [n for n in current.all_input_nodes if n not in self._copies]
-                todo.extend(missing)
-                if not missing:
-                    self._copies[current] = self._graph.node_copy(
-                        current, self._copies.__getitem__
-                    )
-        return self._copies[node]
+        computed = _closure(results, given)
+        for node in joint.graph.graph.nodes:
+            if node in computed:
+                self._copies[node] = self._graph.node_copy(node, self._copy)
 
     def accumulate(self, role: str, grad: fx.Node) -> fx.Node:
         """Add `grad` to the sum of gradients that is passed in for `role`."""
-        total = self._placeholder(accumulator(role))
-        return self._graph.call_function(_aten.add.Tensor, (total, grad))
+        args = self._placeholder(accumulator(role)), self._copy(grad)
+        return self._graph.call_function(_aten.add.Tensor, args)
 
-    def function(self, name: str, outputs: Mapping[str, fx.Node]) -> Function:
-        """Close the graph."""
+    def function(
+        self,
+        name: str,
+        results: Mapping[str, fx.Node],
+        sums: Mapping[str, fx.Node] | None = None,
+    ) -> Function:
+        """Close the graph; it returns copies of `results`, and `sums`."""
+        outputs = {key: self._copy(node) for key, node in results.items()}
+        outputs.update(sums or {})
         self._graph.output(tuple(outputs.values()))
         return Function(
             name=name,
@@ -272,6 +397,12 @@ class _Piece:
             inputs=tuple(self._inputs),
             outputs=tuple(outputs),
         )
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        """Return the copy of a node that is computed or given."""
+        if node in self._copies:
+            return self._copies[node]
+        return self._placeholder(self._roles.get(node, node.name))
 
     def _placeholder(self, name: str) -> fx.Node:
         """Return the input `name`, added behind the inputs so far."""

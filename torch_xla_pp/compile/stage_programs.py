@@ -21,6 +21,7 @@ from torch_xla_pp.compile.constants import Constants
 from torch_xla_pp.compile.export import JointGraph
 from torch_xla_pp.compile.partition import (
     Function,
+    Remat,
     StageFunctions,
     accumulator,
     partition_joint,
@@ -76,6 +77,7 @@ class StagePrograms:
         fixed_shardings: Role → sharding of parameters and buffers; gradient sums
             and new buffers get the same.
         borders: What the programs receive and send themselves.
+        remat: Which forward values are computed again in the backward.
     """
 
     def __init__(
@@ -85,9 +87,11 @@ class StagePrograms:
         input_shardings: Sequence[xla_compat.OpSharding],
         fixed_shardings: Mapping[str, xla_compat.OpSharding],
         borders: Borders | None = None,
+        *,
+        remat: Remat = "none",
     ) -> None:
         borders = borders or Borders()
-        functions = partition_joint(joint)
+        functions = partition_joint(joint, remat)
         self._functions = functions
         self.output_spec: pytree.TreeSpec = joint.output_spec
         self._constants = Constants(joint.constants)
@@ -135,7 +139,9 @@ class StagePrograms:
             wanted=grads | sums,
         )
         kept = _reads(self._backward) | _reads(self._backward_input)
-        kept |= _reads(self._backward_weight)
+        first = self._backward_input
+        made = set() if first is None else set(first.outputs)
+        kept |= _reads(self._backward_weight) - made
         if not going_back:
             kept |= {n for n in functions.input_grads.values() if n is not None}
         self._kept = kept - {ROUTE_IN, ROUTE_OUT}
