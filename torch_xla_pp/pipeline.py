@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.pipelining import SplitPoint
 
+from torch_xla_pp.compile import Remat, marking_checkpoints
 from torch_xla_pp.errors import PlanError
 from torch_xla_pp.graph import (
     StageGraph,
@@ -67,6 +68,7 @@ class Pipe(_TracedPipe):
         mesh: Any | None = None,
         sharding: Mapping[str, Partition] | None = None,
         batch_axis: str | tuple[str, ...] | None = "auto",
+        remat: Remat = "none",
     ) -> XlaPipelineStage:
         """Make the stage that this rank runs.
 
@@ -80,6 +82,9 @@ class Pipe(_TracedPipe):
                 nothing matches is replicated.
             batch_axis: Mesh axis that splits dimension 0 of inputs and activations;
                 "auto" takes the axis called "data" if there is one, None replicates.
+            remat: Which forward values the backward computes again: "none" for those
+                under `torch.utils.checkpoint` only, "full" for all, or the ops whose
+                results are kept, e.g. `[torch.ops.aten.mm.default]`.
 
         Raises:
             ValueError: An argument does not fit.
@@ -100,6 +105,7 @@ class Pipe(_TracedPipe):
             mesh=mesh,
             sharding=sharding,
             batch_axis=batch_axis,
+            remat=remat,
             outputs_sent=graph.outputs_sent(stage_index),
             expected_inputs=expected,
         )
@@ -133,7 +139,8 @@ def pipeline(
     """
     check_split_spec(module, split_spec or {})
     names = parameter_names(module)
-    traced = trace_and_split(module, mb_args, mb_kwargs, split_spec, split_policy)
+    with marking_checkpoints():
+        traced = trace_and_split(module, mb_args, mb_kwargs, split_spec, split_policy)
     return Pipe(traced, names)
 
 

@@ -172,6 +172,40 @@ def test_training_mode_is_part_of_the_trace(mesh: Any) -> None:
     assert torch.equal(result.outputs[0].cpu(), torch.ones(4, 8))
 
 
+class Outside(nn.Module):
+    """Reads a tensor that is no buffer."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.tables = [table]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.tables[0]
+
+
+def test_a_tensor_from_outside_is_read_anew_when_it_was_written_to(mesh: Any) -> None:
+    table = torch.arange(8.0).to(xla_compat.device())
+    x = torch.randn(4, 8, requires_grad=True)
+    compiled = Compiled(Outside(table), [x], mesh)
+    # The module was copied to the device, and its list with it.
+    table = compiled.module.tables[0]  # type: ignore[index,union-attr]
+    for step in range(3):
+        table.add_(float(step))
+        result = compiled.forward([compiled.upload(x)])
+        assert close(result.outputs[0], x * table.cpu())
+        result.live["tangent:0"] = compiled.upload(torch.ones(4, 8))
+        grads, _ = compiled.programs.backward(compiled.fixed, result.live)
+        assert close(grads[0], table.cpu().expand(4, 8))
+
+
+def test_a_trained_tensor_from_outside_is_refused(mesh: Any) -> None:
+    table = torch.ones(8, device=xla_compat.device(), requires_grad=True)
+    with pytest.raises(
+        PipelineError, match=r"need no gradient, got one of shape \[8\]"
+    ):
+        export_joint(Outside(table), [torch.ones(4, 8, device=table.device)], {})
+
+
 def test_a_frozen_module_has_no_backward(mesh: Any) -> None:
     module = nn.Linear(8, 8).requires_grad_(False)
     compiled = Compiled(module, [torch.zeros(4, 8)], mesh)

@@ -66,6 +66,15 @@ def test_four_ranks_train_as_one_process(
     check(worlds.run(train, ranks=4, devices=devices, args=(job,)))
 
 
+@pytest.mark.parametrize("frontend", ["traced", "manual"])
+@pytest.mark.parametrize("remat", ["full", [torch.ops.aten.mm.default]])
+def test_values_may_be_computed_again(
+    worlds: Worlds, frontend: str, remat: object
+) -> None:
+    job = Job(schedule="ZBVZeroBubble", frontend=frontend, devices=2, remat=remat)
+    check(worlds.run(train, ranks=2, devices=2, args=(job,)))
+
+
 def test_bfloat16_trains_as_one_process(worlds: Worlds) -> None:
     job = Job(dtype=torch.bfloat16, devices=2)
     reports = worlds.run(train, ranks=2, devices=2, args=(job,))

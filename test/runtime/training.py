@@ -98,6 +98,7 @@ class Job:
     axes: tuple[str, ...] = ("data",)
     axis_sizes: tuple[int, ...] | None = None
     transport: str = ""
+    remat: Any = "none"
 
     @property
     def num_stages(self) -> int:
@@ -133,7 +134,7 @@ class Report:
 def build(job: Job, model: Model, mesh: Any) -> list[Any]:
     """Make this rank's stages."""
     rank = mesh.get_local_rank("pp")
-    options = {"mesh": mesh[job.axes], "sharding": job.sharding}
+    options = {"mesh": mesh[job.axes], "sharding": job.sharding, "remat": job.remat}
     group = mesh.get_group("pp")
     if job.frontend == "manual":
         return [

@@ -8,6 +8,7 @@ from torch_xla_pp.compile.partition import (
     Remat,
     StageFunctions,
     accumulator,
+    check_remat,
     partition_joint,
 )
 from torch_xla_pp.compile.program import Program
@@ -26,6 +27,7 @@ __all__ = [
     "StageFunctions",
     "StagePrograms",
     "accumulator",
+    "check_remat",
     "export_joint",
     "marking_checkpoints",
     "partition_joint",

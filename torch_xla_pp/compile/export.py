@@ -23,7 +23,7 @@ import contextlib
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -44,6 +44,7 @@ from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
@@ -65,7 +66,8 @@ class JointGraph:
     Args:
         graph: The FX graph; its placeholders are keyed by `roles`.
         roles: Placeholder → role name, see the module's docstring.
-        constants: Values of the `const:<n>` placeholders.
+        constants: Values of the `const:<n>` placeholders: literals, and tensors that
+            the module reads from closures, globals or attributes.
         outputs: The node of each tensor output of the stage.
         outputs_need_grad: Whether each of them has a gradient.
         output_spec: How the outputs are put together for the caller.
@@ -109,6 +111,38 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+class _Captures(TorchFunctionMode):
+    """Put inputs of a trace in place of tensors that it reads from elsewhere.
+
+    Args:
+        inputs: Pairs of a tensor from elsewhere and the input that stands for it.
+
+    Attributes:
+        found: Such tensors that no input stands for.
+    """
+
+    def __init__(self, inputs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self._inputs = {id(captured): value for captured, value in inputs}
+        self.found: list[Tensor] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map(self._replace, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def _replace(self, value: Any) -> Any:
+        # What belongs to the trace is of a subclass.
+        if type(value) not in (Tensor, nn.Parameter):
+            return value
+        if id(value) in self._inputs:
+            return self._inputs[id(value)]
+        if not any(value is known for known in self.found):
+            self.found.append(value)
+        return value
+
+
 class _TensorsOnly(nn.Module):
     """Call a module with its tensor arguments alone and return tensors alone."""
 
@@ -118,19 +152,24 @@ class _TensorsOnly(nn.Module):
         leaves: Sequence[Any],
         spec: pytree.TreeSpec,
         cloned: frozenset[int],
+        captured: Sequence[Tensor],
     ) -> None:
         super().__init__()
         self.module = module
         self._leaves = tuple(leaves)
         self._spec = spec
         self._cloned = cloned
+        self._captured = tuple(captured)
         self.output_spec: pytree.TreeSpec | None = None
+        self.found: list[Tensor] = []
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         values = iter(tensors)
         leaves = [next(values) if x is Tensor else x for x in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        result = _call(self.module, args, kwargs)
+        with _Captures(zip(self._captured, values, strict=True)) as captures:
+            result = _call(self.module, args, kwargs)
+        self.found = captures.found
         outputs, self.output_spec = pytree.tree_flatten(result)
         strange = [type(x).__name__ for x in outputs if not isinstance(x, Tensor)]
         if strange:
@@ -190,24 +229,51 @@ def export_joint(
 
     Raises:
         TypeError: The module returns something else than tensors.
-        PipelineError: The module updates a parameter in its forward.
+        PipelineError: The module updates a parameter in its forward, or reads a
+            tensor from outside that needs a gradient.
     """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     marks = [Tensor if isinstance(x, Tensor) else x for x in leaves]
-    wrapped = _TensorsOnly(module, marks, spec, frozenset())
+    wrapped = _TensorsOnly(module, marks, spec, frozenset(), ())
     joint = _export(wrapped, tensors)
-    aliased = _aliased_outputs(joint)
-    if aliased:
-        wrapped = _TensorsOnly(module, marks, spec, aliased)
-        joint = _export(wrapped, tensors)
+    aliased, captured = _aliased_outputs(joint), wrapped.found
+    _check_captured(captured)
+    if aliased or captured:
+        wrapped = _TensorsOnly(module, marks, spec, aliased, captured)
+        joint = _export(wrapped, [*tensors, *captured])
     if wrapped.output_spec is None:
         raise PipelineError("export: the stage's forward did not run.")
-    return _read(joint, wrapped.output_spec, _first_names(module))
+    read = _read(joint, wrapped.output_spec, _first_names(module))
+    _name_captured(read, captured, len(tensors))
+    return read
+
+
+def _check_captured(captured: Sequence[Tensor]) -> None:
+    trained = [f"one of shape {list(x.shape)}" for x in captured if x.requires_grad]
+    if trained:
+        raise PipelineError(
+            "stage or loss function: expected tensors from outside of the module to "
+            f"need no gradient, got {', '.join(trained)}. Make it a parameter of the "
+            "stage's module, or detach it."
+        )
+
+
+def _name_captured(
+    joint: JointGraph, captured: Sequence[Tensor], num_inputs: int
+) -> None:
+    """Turn the inputs that stand for captured tensors into constants."""
+    for index, value in enumerate(captured):
+        role = f"const:captured_{index}"
+        joint.constants[role] = value
+        joint.input_grads.pop(num_inputs + index, None)
+        for node, name in joint.roles.items():
+            if name == f"input:{num_inputs + index}":
+                joint.roles[node] = role
 
 
 def _export(module: nn.Module, args: list[Tensor]) -> Any:
-    # Tensors that the module reads from a closure or an attribute become constants.
+    # The first trace finds out which tensors the module reads from elsewhere.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         contextlib.ExitStack() as stack,

@@ -106,10 +106,7 @@ def _check(joint: JointGraph) -> None:
             f"loss_fn: expected a loss of shape [], got {', '.join(map(str, shapes))}. "
             "Take the mean or the sum over the microbatch."
         )
-    captured = [
-        f"a tensor {list(v.shape)}" for v in joint.constants.values() if v.requires_grad
-    ]
-    trained = [*joint.parameter_grads, *joint.buffer_updates, *captured]
+    trained = [*joint.parameter_grads, *joint.buffer_updates]
     if trained:
         raise PipelineError(
             "loss_fn: expected nothing that is trained or updated in the loss, got "

@@ -133,6 +133,15 @@ def partition_joint(joint: JointGraph, remat: Remat = "none") -> StageFunctions:
     return _Cut(joint, remat).functions()
 
 
+def check_remat(remat: Remat) -> None:
+    """Refuse what is no policy.
+
+    Raises:
+        ValueError: `remat` is neither a known word nor a collection of op overloads.
+    """
+    _kept_ops(remat)
+
+
 class _Policy:
     """Say which forward values a reader in the backward computes again."""
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torch_xla_pp.compile import Remat
 from torch_xla_pp.mesh import Partition
 from torch_xla_pp.runtime.placement import AUTO, BatchAxis
 from torch_xla_pp.runtime.stage import XlaPipelineStage
@@ -34,6 +35,9 @@ class PipelineStage(XlaPipelineStage):
         sharding: Glob pattern on parameter names → mesh axis per dimension.
         batch_axis: Mesh axis that splits the batch; "auto" takes the axis called
             "data" if there is one.
+        remat: Which forward values the backward computes again: "none" for those under
+            `torch.utils.checkpoint` only, "full" for all, or the ops whose results
+            are kept, e.g. `[torch.ops.aten.mm.default]`.
 
     Raises:
         ValueError: An argument does not fit.
@@ -56,6 +60,7 @@ class PipelineStage(XlaPipelineStage):
         mesh: Any | None = None,
         sharding: Mapping[str, Partition] | None = None,
         batch_axis: BatchAxis = AUTO,
+        remat: Remat = "none",
     ) -> None:
         if dw_builder is not None:
             raise ValueError(
@@ -71,6 +76,7 @@ class PipelineStage(XlaPipelineStage):
             mesh=mesh,
             sharding=sharding,
             batch_axis=batch_axis,
+            remat=remat,
             expected_inputs=_as_tuple(input_args),
             expected_outputs=_as_tuple(output_args),
         )

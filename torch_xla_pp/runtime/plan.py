@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import Borders, JointGraph, StagePrograms, export_joint
+from torch_xla_pp.compile import Borders, JointGraph, Remat, StagePrograms, export_joint
 from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.mesh import Partition, TensorSpec
 from torch_xla_pp.runtime.module_state import ModuleState
@@ -108,6 +108,7 @@ class StagePlan:
         rows: Rows of a microbatch.
         received: What the previous stage sends; empty on the first stage.
         random_before: How many random operations earlier stages have.
+        remat: Which forward values the backward computes again.
         given: Tensors that the schedule passes in.
         signature: What the schedule's arguments must look like.
         expected_outputs: What the outputs must look like, None if anything goes.
@@ -118,6 +119,7 @@ class StagePlan:
     rows: int
     received: tuple[TensorSpec, ...]
     random_before: int
+    remat: Remat
     given: tuple[TensorSpec, ...]
     signature: Signature
     expected_outputs: Sequence[Tensor] | None
@@ -166,6 +168,7 @@ class StagePlan:
                 [placement.sharding(spec.partition) for spec in self.inputs],
                 state.shardings(),
                 own,
+                remat=self.remat,
             )
             self._variants[mode] = Variant(programs, outputs, own, joint.num_random)
         return self._variants[mode]

@@ -28,7 +28,9 @@ from torch_xla_pp.compile import (
     ROUTE_OUT,
     Borders,
     Forwarded,
+    Remat,
     StagePrograms,
+    check_remat,
 )
 from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.mesh import Partition, TensorSpec
@@ -91,6 +93,9 @@ class XlaPipelineStage(SilentStage):
         sharding: Glob pattern on parameter names → mesh axis per dimension.
         batch_axis: Mesh axis that splits the batch; "auto" takes the axis called
             "data" if there is one.
+        remat: Which forward values the backward computes again: "none" for those under
+            `torch.utils.checkpoint` only, "full" for all, or the ops whose results
+            are kept, e.g. `[torch.ops.aten.mm.default]`.
         outputs_sent: Which outputs the next stage takes, in its order; None for all.
         expected_inputs: What the positional inputs must look like, None if anything
             the module takes is right.
@@ -112,6 +117,7 @@ class XlaPipelineStage(SilentStage):
         mesh: Any | None = None,
         sharding: Mapping[str, Partition] | None = None,
         batch_axis: BatchAxis = AUTO,
+        remat: Remat = "none",
         outputs_sent: Sequence[int] | None = None,
         expected_inputs: Sequence[Tensor] | None = None,
         expected_outputs: Sequence[Tensor] | None = None,
@@ -120,10 +126,12 @@ class XlaPipelineStage(SilentStage):
         with self._pg.rendezvous.reporting():
             _check_index(stage_index, num_stages)
             _check_device(device)
+            check_remat(remat)
             super().__init__(submodule, stage_index, num_stages, device, group)
             self._placement = Placement(mesh, batch_axis)
             self._state = ModuleState(submodule, self._placement, sharding or {})
         self._exchange = Exchange(self._pg)
+        self._remat = remat
         self._outputs_sent = outputs_sent
         self._expected_inputs = expected_inputs
         self._expected_outputs = expected_outputs
@@ -308,6 +316,7 @@ class XlaPipelineStage(SilentStage):
             rows=rows,
             received=offered.values,
             random_before=offered.num_random,
+            remat=self._remat,
             given=given,
             signature=signature,
             expected_outputs=self._expected_outputs,
