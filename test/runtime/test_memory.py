@@ -1,12 +1,23 @@
 """A stage keeps no more microbatches alive than its schedule implies."""
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from runtime.training import Job, Model, batch, build, make_schedule, mesh_of, run_step
+from runtime.training import (
+    Job,
+    Model,
+    Part,
+    batch,
+    build,
+    make_schedule,
+    mesh_of,
+    run_step,
+)
 
+from torch_xla_pp import xla_compat
 from torch_xla_pp.testing import Worlds
 
 pytestmark = pytest.mark.worlds
@@ -15,8 +26,9 @@ pytestmark = pytest.mark.worlds
 def implied(schedule: Any, stage: int) -> int:
     """Return the most microbatches of a stage that its rank's order leaves open."""
     most = alive = 0
-    for action in schedule.pipeline_order[dist.get_rank()]:
-        if action is not None and action.stage_index == stage:
+    actions = [a for a in schedule.pipeline_order[dist.get_rank()] if a is not None]
+    for action in (part for a in actions for part in a.sub_actions or (a,)):
+        if action.stage_index == stage:
             # A weight action frees what is left of a microbatch, not its inputs.
             alive += {"F": 1, "B": -1, "I": -1, "W": 0}[str(action.computation_type)]
             most = max(most, alive)
@@ -31,24 +43,14 @@ def most_alive(job: Job) -> tuple[list[int], list[int]]:
     dist.init_process_group("xla_pp")
     torch.manual_seed(0)
     stages = build(job, Model(job.num_stages), mesh_of(job))
-    found = [0] * len(stages)
-
-    def count(index: int, stage: Any, forward: Any) -> Any:
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
-            found[index] = max(found[index], len(stage._live))
-            return output
-
-        return counting
-
-    for index, stage in enumerate(stages):
-        stage.forward_one_chunk = count(index, stage, stage.forward_one_chunk)
     schedule = make_schedule(job, stages)
     for step in range(2):
         run_step(job, schedule, stages, *batch(job, step))
-        held = [(s._live, s._residuals, s._leaves) for s in stages]
-        assert held == [({}, {}, {})] * len(stages)
+        for stage in stages:
+            kept = job.num_microbatches if stage.is_last else 0
+            assert (len(stage._shelf), stage._leaves) == (kept, {})
         assert stages[0]._pg.mailbox == {}
+    found = [stage.peak_memory().num_live for stage in stages]
     is_single = len(stages) == 1
     return found, [] if is_single else [
         implied(schedule, stage.stage_index) for stage in stages
@@ -66,7 +68,10 @@ def test_gpipe_keeps_all_microbatches_and_1f1b_one_per_later_stage(
     assert tuple(alive for (alive,), _ in found) == expected
 
 
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"],
+)
 def test_stages_of_one_rank_keep_what_the_order_implies(
     worlds: Worlds, schedule: str
 ) -> None:
@@ -74,3 +79,42 @@ def test_stages_of_one_rank_keep_what_the_order_implies(
     for found, expected in worlds.run(most_alive, ranks=2, args=(job,)):
         assert found == expected
         assert max(found) < 6
+
+
+def bytes_of_a_step(schedule: str) -> tuple[Any, int, list[bool]]:
+    """Return the report, a microbatch's bytes, and which saved values are gone."""
+    dist.init_process_group("xla_pp")
+    job = Job(
+        schedule=schedule, frontend="manual", num_microbatches=6, rows=12, devices=2
+    )
+    stage = build(job, Model(2), mesh_of(job))[0]
+    runner = make_schedule(job, [stage])
+    put, seen, saved = stage._shelf.put, [], 0
+
+    def watching(kind: str, microbatch: int, values: Any, sizes: Any) -> None:
+        nonlocal saved
+        seen.extend(weakref.ref(value) for value in values.values())
+        if microbatch == 0:
+            shards = xla_compat.read_shards(list(values.values()))
+            saved = sum(s[0].numel() * s[0].element_size() for s in shards)
+        put(kind, microbatch, values, sizes)
+
+    run_step(job, runner, [stage], *batch(job, 0))
+    stage._shelf.put = watching
+    run_step(job, runner, [stage], *batch(job, 1))
+    return stage.peak_memory(), saved, [ref() is None for ref in seen]
+
+
+@pytest.mark.parametrize(("schedule", "most"), [("GPipe", 6), ("1F1B", 2)])
+def test_the_report_counts_bytes_on_one_device(
+    worlds: Worlds, schedule: str, most: int
+) -> None:
+    runs = worlds.run(bytes_of_a_step, ranks=2, devices=2, args=(schedule,))
+    memory, saved, gone = runs[0]
+    assert all(gone)
+    assert memory.num_live == most
+    assert memory.saved_bytes == most * saved
+    module = Part(Model(2), 0)
+    # Parameters and gradients are replicated here.
+    assert memory.state_bytes == 8 * sum(p.numel() for p in module.parameters())
+    assert "MiB on a device" in str(memory)

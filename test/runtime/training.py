@@ -98,7 +98,7 @@ class Job:
     axes: tuple[str, ...] = ("data",)
     axis_sizes: tuple[int, ...] | None = None
     transport: str = ""
-    remat: Any = "none"
+    remat: str = "none"
 
     @property
     def num_stages(self) -> int:
@@ -134,7 +134,9 @@ class Report:
 def build(job: Job, model: Model, mesh: Any) -> list[Any]:
     """Make this rank's stages."""
     rank = mesh.get_local_rank("pp")
-    options = {"mesh": mesh[job.axes], "sharding": job.sharding, "remat": job.remat}
+    # Ops do not travel between processes.
+    remat = [torch.ops.aten.mm.default] if job.remat == "all but mm" else job.remat
+    options = {"mesh": mesh[job.axes], "sharding": job.sharding, "remat": remat}
     group = mesh.get_group("pp")
     if job.frontend == "manual":
         return [

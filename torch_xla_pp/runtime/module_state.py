@@ -15,6 +15,7 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import StagePrograms, accumulator
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.mesh import Partition, match_rules
+from torch_xla_pp.runtime.memory import device_bytes
 from torch_xla_pp.runtime.placement import Placement
 
 
@@ -48,6 +49,13 @@ class ModuleState:
         self._unloaded = _materialize_meta(module)
         self._move()
         self._states = {name: _state_of(t) for name, t in _named_tensors(module)}
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of parameters, buffers and gradients on one device."""
+        values = list(self.fixed.values())
+        grads = [value.grad for value in values if value.grad is not None]
+        return sum(device_bytes([*values, *grads, *self._sums.values()]))
 
     def shardings(self) -> dict[str, xla_compat.OpSharding]:
         """Return the sharding of every parameter and buffer, by role."""

@@ -16,6 +16,7 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import Borders, JointGraph, Remat, StagePrograms, export_joint
 from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.mesh import Partition, TensorSpec
+from torch_xla_pp.runtime.memory import Sizes
 from torch_xla_pp.runtime.module_state import ModuleState
 from torch_xla_pp.runtime.placement import Placement
 
@@ -90,12 +91,14 @@ class Variant(NamedTuple):
         outputs: What the stage's outputs look like.
         borders: What the programs exchange with other ranks themselves.
         num_random: How many random operations the stage has.
+        sizes: Bytes of the values that the programs exchange.
     """
 
     programs: StagePrograms
     outputs: tuple[TensorSpec, ...]
     borders: Borders
     num_random: int
+    sizes: Sizes
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -170,7 +173,9 @@ class StagePlan:
                 own,
                 remat=self.remat,
             )
-            self._variants[mode] = Variant(programs, outputs, own, joint.num_random)
+            self._variants[mode] = Variant(
+                programs, outputs, own, joint.num_random, Sizes()
+            )
         return self._variants[mode]
 
     def _export(self, module: nn.Module) -> JointGraph:

@@ -38,6 +38,7 @@ from torch_xla_pp.runtime import handshake
 from torch_xla_pp.runtime.exchange import Exchange
 from torch_xla_pp.runtime.handshake import Claim, Offer
 from torch_xla_pp.runtime.loss import StageLoss
+from torch_xla_pp.runtime.memory import Shelf, StageMemory
 from torch_xla_pp.runtime.module_state import ModuleState
 from torch_xla_pp.runtime.placement import AUTO, BatchAxis, Placement
 from torch_xla_pp.runtime.plan import (
@@ -138,14 +139,20 @@ class XlaPipelineStage(SilentStage):
         self._drives: WeakKeyDictionary[Schedule, _Drive] = WeakKeyDictionary()
         self._schedule: Schedule | None = None
         self._current: StagePlan | None = None
-        self._live: dict[int, dict[str, Tensor]] = {}
-        self._residuals: dict[int, dict[str, Tensor]] = {}
+        self._shelf = Shelf()
         self._leaves: dict[int, list[Tensor]] = {}
-        self._scaled_grads: dict[int, dict[int, Tensor]] = {}
         self._zeros: dict[TensorSpec, Tensor] = {}
         self._last_forward = 0
         self._num_done = 0
         self._num_steps = 0
+
+    def peak_memory(self) -> StageMemory:
+        """Return what the stage held at most on one device in the last step."""
+        return StageMemory(
+            num_live=self._shelf.most_live,
+            saved_bytes=self._shelf.most_bytes,
+            state_bytes=self._state.num_bytes,
+        )
 
     # Called by a schedule at the start of every step.
 
@@ -161,9 +168,8 @@ class XlaPipelineStage(SilentStage):
         self._schedule = schedule
         self._pg.rendezvous.check()
         with self._reporting():
-            held = (self._live, self._residuals, self._leaves, self._scaled_grads)
-            for values in held:
-                values.clear()
+            self._shelf.clear()
+            self._leaves.clear()
             self.output_chunks.clear()
             self._exchange.forget(self.stage_index)
             self._num_done = 0
@@ -244,7 +250,8 @@ class XlaPipelineStage(SilentStage):
             specs = tuple(replace(spec, requires_grad=False) for spec in specs)
         value, grads = loss(output, specs, target, plan.rows)
         if grads is not None and self.has_backward:
-            self._scaled_grads[microbatch] = grads
+            tangents = {f"tangent:{i}": grad for i, grad in grads.items()}
+            self._shelf.put("loss", microbatch, tangents, self._variant(plan).sizes)
             del self._leaves[microbatch]
         return value
 
@@ -387,7 +394,7 @@ class XlaPipelineStage(SilentStage):
             result = run(self._state.fixed, live, seed)
             self._state.update_buffers(result.updates)
             if self.has_backward:
-                self._live[fwd_chunk_id] = result.live
+                self._shelf.put("saved", fwd_chunk_id, result.live, variant.sizes)
             output = self._pass_on(variant, fwd_chunk_id, result)
             if not self.has_backward:
                 self._count_done(plan)
@@ -410,7 +417,7 @@ class XlaPipelineStage(SilentStage):
         with self._reporting():
             plan = self._plan()
             variant = self._variant(plan)
-            live = self._live.pop(bwd_chunk_id)
+            live = self._shelf.take("saved", bwd_chunk_id)
             live |= self._tangents(variant, bwd_chunk_id, loss)
             self._add_routes(live, "B", bwd_chunk_id, variant.borders)
             programs = variant.programs
@@ -419,7 +426,7 @@ class XlaPipelineStage(SilentStage):
                 self._state.set_sums(sums)
             else:
                 grads, residual = programs.backward_input(self._state.fixed, live)
-                self._residuals[bwd_chunk_id] = residual
+                self._shelf.put("residual", bwd_chunk_id, residual, variant.sizes)
             if not self.is_first and not variant.borders.grads:
                 self._send_grads(plan, bwd_chunk_id, grads)
             if full_backward:
@@ -434,7 +441,7 @@ class XlaPipelineStage(SilentStage):
         with self._reporting():
             plan = self._plan()
             variant = self._variant(plan)
-            residual = self._residuals.pop(bwd_chunk_id)
+            residual = self._shelf.take("residual", bwd_chunk_id)
             programs = variant.programs
             sums = programs.backward_weight(self._fixed(programs), residual)
             self._state.set_sums(sums)
@@ -509,6 +516,8 @@ class XlaPipelineStage(SilentStage):
             self._exchange.send(message, self._rank_of(1), sent)
             return pytree.tree_unflatten(outputs, structure)
         self.output_chunks.append(pytree.tree_unflatten(outputs, structure))
+        named = {f"output:{i}": value for i, value in enumerate(outputs)}
+        self._shelf.put("output", microbatch, named, variant.sizes)
         if not self.has_backward:
             return self.output_chunks[-1]
         self._leaves[microbatch] = [
@@ -539,8 +548,11 @@ class XlaPipelineStage(SilentStage):
 
         A loss that could not be compiled is differentiated here.
         """
-        if microbatch in self._scaled_grads:
-            return self._scaled_grads.pop(microbatch)
+        if self._shelf.has("loss", microbatch):
+            return {
+                int(name.removeprefix("tangent:")): grad
+                for name, grad in self._shelf.take("loss", microbatch).items()
+            }
         leaves = self._leaves.pop(microbatch)
         wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
         if loss is None or not wanted:
