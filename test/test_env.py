@@ -1,5 +1,7 @@
 """Environment variables are read in one place and refused clearly."""
 
+import os
+
 import pytest
 
 from torch_xla_pp import env
@@ -18,3 +20,15 @@ def test_the_transport_is_one_of_two_or_left_open(
     monkeypatch.setenv("TORCH_XLA_PP_TRANSPORT", "ingraph")
     with pytest.raises(ValueError, match="TORCH_XLA_PP_TRANSPORT: expected one of"):
         env.transport()
+
+
+def test_flags_for_xla_are_added_to_the_users_and_never_replace_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=here")
+    env.set_defaults()
+    env.set_defaults()
+    assert os.environ["XLA_FLAGS"] == "--xla_dump_to=here --xla_cpu_use_xnnpack=false"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_xnnpack=true")
+    env.set_defaults()
+    assert os.environ["XLA_FLAGS"] == "--xla_cpu_use_xnnpack=true"

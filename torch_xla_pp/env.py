@@ -13,9 +13,13 @@ def set_defaults() -> None:
     """Set what torch_xla reads when it is loaded, unless the user has set it.
 
     XLA's partitioner prints one notice of its future removal per compiled program;
-    errors are still printed.
+    errors are still printed. On CPU devices XLA's matrix products are faster without
+    XNNPACK, see docs/performance/step.md; other devices ignore that flag.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_cpu_use_xnnpack" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_xnnpack=false".strip()
 
 
 def timeout_s() -> float:
