@@ -1,6 +1,6 @@
 """Pipelines of the benchmarks: ours and upstream's, in one form.
 
-The schedules are torch's own, unmodified. A peer is upstream's stage on eager CPU
+The schedules are torch's own classes. A peer is upstream's stage on eager CPU
 PyTorch, whose modules may be torch.compile'd, in a group of backend gloo.
 """
 
@@ -12,7 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
 
 NUM_RANKS = 2
 ONE_STAGE = ("GPipe", "1F1B")
@@ -43,9 +46,7 @@ class Side:
     ) -> None:
         parts = {index: gpt.make_part(index, num_stages, size) for index in indices}
         self.stages = [make(part, i, num_stages) for i, part in parts.items()]
-        kind: Any = get_schedule_class(schedule)
-        driven = self.stages[0] if schedule in ONE_STAGE else self.stages
-        self._runner = kind(driven, microbatches, loss_fn=gpt.loss_fn)
+        self._runner = make_runner(schedule, self.stages, microbatches)
         parameters = [p for stage in self.stages for p in stage.submod.parameters()]
         self._optimizer = torch.optim.SGD(parameters, lr=0.01)
         tokens, target = gpt.make_batch(microbatches, size)
@@ -60,6 +61,23 @@ class Side:
         self._optimizer.zero_grad()
         for loss in losses[-1:]:
             assert torch.isfinite(loss.detach()).item()
+
+
+def make_runner(schedule: str, stages: list[Any], microbatches: int) -> Any:
+    """Return torch's schedule for the stages of this rank.
+
+    In torch 2.9 the schedule class of a V sends from a rank to itself, which gloo
+    refuses. A peer's V has its order of actions, run by torch's other runtime, which
+    hands values over.
+    """
+    kind: Any = get_schedule_class(schedule)
+    driven = stages[0] if schedule in ONE_STAGE else stages
+    runner = kind(driven, microbatches, loss_fn=gpt.loss_fn)
+    if schedule not in V_SHAPED or not isinstance(stages[0], PeerStage):
+        return runner
+    runtime = _PipelineScheduleRuntime(stages, microbatches, loss_fn=gpt.loss_fn)
+    runtime._prepare_schedule_with_comms(runner.pipeline_order)
+    return runtime
 
 
 def ours(group: dist.ProcessGroup | None = None) -> MakeStage:

@@ -7,12 +7,14 @@
 
 Two ranks of one local device each, rank r with all its threads on core r; the same
 model, data and unmodified schedule classes; SGD. All sides run in the same processes in
-turns of a few steps; medians over turns are printed. The peer is eager CPU PyTorch;
-only its handshake is left out, whose two sides disagree on the size of a message in
-torch 2.9. With `--compiled` a peer whose modules are torch.compile'd takes its turns,
-too; that needs a C++ compiler. Columns, as the JSON names them:
+turns of a few steps; medians over turns are printed. The peer is eager CPU PyTorch.
+Its handshake is left out, whose two sides disagree on the size of a message in torch
+2.9, and its V-shaped schedule is run by torch's other runtime, see `sides.make_runner`.
+With `--compiled` a peer whose modules are torch.compile'd takes its turns, too; that
+needs a C++ compiler. Columns, as the JSON names them:
 
-ours_s, peer_s, compiled_peer_s: Time of a step, the optimizer's included.
+ours_s, peer_s, compiled_peer_s: Time of a step, the optimizer's included. Where there
+    is no compiled peer, `compiled_error` says why.
 ratio: ours_s / peer_s.
 efficiency: Time that a step would take without any cost of distribution, by the time
     that it takes: `single_s * (M + P - 1) / (M * P) / ours_s` for M microbatches on P
@@ -56,7 +58,7 @@ WARM_UP_STEPS = 2
 DISPATCH_STEPS = 3
 ACTIONS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 COUNTERS = ("UncachedCompile", "CreateCompileHandles")
-PEER_TIMEOUT = timedelta(minutes=5)
+PEER_TIMEOUT = timedelta(minutes=3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,16 +133,17 @@ class Bench:
 
         config.compile_threads = 1
         group = dist.new_group(backend="gloo", timeout=PEER_TIMEOUT)
-        side, error = None, ""
+        side, error = None, None
         try:
             make = sides.peer(group, is_compiled=True)
             side = self._side(make, schedule, microbatches)
             side.step()
         except Exception as failure:
-            lines = str(failure).strip().splitlines() or [""]
-            error = f"{type(failure).__name__}: {' '.join(lines[0].split())[:150]}"
-        errors = [found for found in gathered(error) if found]
-        return (None, errors[0]) if errors else (side, "")
+            text = f"{type(failure).__name__}: {' '.join(str(failure).split())}"
+            error = time.time(), text[:200]
+        errors = [found for found in gathered(error) if found is not None]
+        # What failed later did so because of the first.
+        return (None, min(errors)[1]) if errors else (side, "")
 
     def _rounds(self, turns: dict[str, Side]) -> dict[str, Any]:
         """Let the sides take turns; return medians and what ours compiled meanwhile."""
