@@ -2,230 +2,308 @@
 
     python benchmarks/step_time.py                 small model, GPipe and 1F1B
     python benchmarks/step_time.py --size large --microbatches 4 8 16 --json
+    python benchmarks/step_time.py --schedules 1F1B ZBVZeroBubble --compiled
+    python benchmarks/step_time.py --layers        cost per layer of larger programs
 
-Two ranks, one core and one thread each, one local device each; the same model, data and
-unmodified schedule classes; SGD. Both sides run in the same processes in turns of a few
-steps; medians over turns are printed. The peer is eager CPU PyTorch; only its handshake
-is left out, whose two sides disagree on the size of a message in torch 2.9.
+Two ranks of one local device each, rank r with all its threads on core r; the same
+model, data and unmodified schedule classes; SGD. All sides run in the same processes in
+turns of a few steps; medians over turns are printed. The peer is eager CPU PyTorch.
+Its handshake is left out, whose two sides disagree on the size of a message in torch
+2.9, and its V-shaped schedule is run by torch's other runtime, see `sides.make_runner`.
+With `--compiled` a peer whose modules are torch.compile'd takes its turns, too; that
+needs a C++ compiler. Columns, as the JSON names them:
+
+ours_s, peer_s, compiled_peer_s: Time of a step, the optimizer's included. Where there
+    is no compiled peer, `compiled_error` says why.
+ratio: ours_s / peer_s.
+efficiency: Time that a step would take without any cost of distribution, by the time
+    that it takes: `single_s * (M + P - 1) / (M * P) / ours_s` for M microbatches on P
+    ranks. `single_s` is the time in which one process on one core runs the programs of
+    all stages in turn. The bubble is GPipe's: schedules that have a smaller one may
+    exceed 1.
+dispatch_us: CPU time of the main thread in one forward or backward action, the median
+    over both ranks and 3 steps. It holds all that the thread does, e.g. the loss's
+    gradient, and programs, should XLA run them in the calling thread; waiting is no CPU
+    time. It should not grow with M.
+first_step_s: From before the stages are built until the first step is done.
+compiles: Programs compiled or looked up by graph in the timed steps, by torch_xla's
+    counters, over both ranks; should be 0.
+split_ratio (a line of its own): Time of the two halves of a split backward by the
+    time of the full backward.
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
-import torch
+import gpt
+import programs
+import sides
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.nn import functional as F
+from pinning import check_pinned, pin
+from sides import NUM_RANKS, ONE_STAGE, SCHEDULES, MakeStage, Side
 
-SIZES = {
-    "small": {"width": 256, "heads": 4, "layers": 8, "length": 128},
-    "large": {"width": 512, "heads": 8, "layers": 8, "length": 256},
-}
-VOCAB = 512
-ROWS = 2
 ROUNDS = 7
 STEPS = 2
-NUM_RANKS = 2
-ONE_STAGE = ("GPipe", "1F1B")
+# Beside the first one. The optimizer's program runs with the next step, and the second
+# one differs from the first.
+WARM_UP_STEPS = 2
+DISPATCH_STEPS = 3
+ACTIONS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+COUNTERS = ("UncachedCompile", "CreateCompileHandles")
+PEER_TIMEOUT = timedelta(minutes=3)
 
 
-class Block(nn.Module):
-    """A block of a transformer."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """Say what to measure, and on which core each rank runs."""
 
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor like `x`, `(B, L, width)`."""
-        rows, length, width = x.shape
-        shape = (rows, length, self.heads, width // self.heads)
-        q, k, v = (
-            part.reshape(shape).transpose(1, 2)
-            for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(x.shape))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+    schedules: Sequence[str]
+    counts: Sequence[int]
+    size_name: str
+    is_compiled: bool
+    cores: Sequence[int]
 
 
-class Part(nn.Module):
-    """One of equal stages of a GPT."""
+class Bench:
+    """Measure cells; every rank does the same calls in the same order."""
 
-    def __init__(
-        self, stage: int, num_stages: int, width: int, heads: int, layers: int
-    ):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, width) if stage == 0 else None
-        count = layers // num_stages
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(count))
-        self.head = nn.Linear(width, VOCAB) if stage == num_stages - 1 else None
+    def __init__(self, job: Job) -> None:
+        self.rank = int(os.environ["RANK"])
+        self.core = job.cores[self.rank % len(job.cores)]
+        pin(self.core)
+        import torch_xla_pp as xpp
+        from torch_xla_pp import xla_compat
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Take tokens or activations; return activations or logits."""
-        if self.embed is not None:
-            x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return x if self.head is None else self.head(x)
+        self.job = job
+        self.size = gpt.SIZES[job.size_name]
+        xpp.device()
+        self._wait_device = xla_compat.wait_device
+        dist.init_process_group("xla_pp")
+        self._gloo = dist.new_group(backend="gloo")
+        self._alone = dist.new_group([0], backend="xla_pp")
+        self._single_s: dict[tuple[int, int], float] = {}
 
+    def cell(self, schedule: str, microbatches: int) -> dict[str, Any]:
+        """Measure one schedule with one number of microbatches."""
+        start = time.perf_counter()
+        ours = self._side(sides.ours(), schedule, microbatches)
+        ours.step()
+        self._wait_device()
+        row: dict[str, Any] = {
+            "what": "step",
+            "model": self.job.size_name,
+            "schedule": schedule,
+            "microbatches": microbatches,
+            "first_step_s": time.perf_counter() - start,
+        }
+        peer = self._side(sides.peer(self._gloo), schedule, microbatches)
+        turns = {"ours": ours, "peer": peer}
+        if self.job.is_compiled:
+            compiled, row["compiled_error"] = self._compiled(schedule, microbatches)
+            turns |= {"compiled_peer": compiled} if compiled else {}
+        row |= self._rounds(turns)
+        row["ratio"] = row["ours_s"] / row["peer_s"]
+        row["single_s"] = self._single(microbatches, sides.num_stages_of(schedule))
+        bubble = (microbatches + NUM_RANKS - 1) / (microbatches * NUM_RANKS)
+        row["efficiency"] = row["single_s"] * bubble / row["ours_s"]
+        row["dispatch_us"] = self._dispatch_us(ours)
+        check_pinned(self.core)
+        return row
 
-class PeerStage(PipelineStage):
-    """Upstream's stage without its handshake, which fails on gloo."""
+    def _side(self, make: MakeStage, schedule: str, microbatches: int) -> Side:
+        indices = sides.stage_indices(schedule, self.rank)
+        num_stages = sides.num_stages_of(schedule)
+        return Side(make, schedule, indices, num_stages, microbatches, self.size)
 
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        return []
+    def _compiled(self, schedule: str, microbatches: int) -> tuple[Side | None, str]:
+        """Return a compiled peer after its first step, or None and why there is none.
 
+        It has a group of its own, since a rank that fails leaves the other one in the
+        middle of a step until the group's time is over.
+        """
+        from torch._inductor import config
 
-def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
-    """Return the mean cross-entropy."""
-    target = target.to(logits.device)
-    return F.cross_entropy(logits.reshape(-1, VOCAB), target.reshape(-1))
+        config.compile_threads = 1
+        group = dist.new_group(backend="gloo", timeout=PEER_TIMEOUT)
+        side, error = None, None
+        try:
+            make = sides.peer(group, is_compiled=True)
+            side = self._side(make, schedule, microbatches)
+            side.step()
+        except Exception as failure:
+            text = f"{type(failure).__name__}: {' '.join(str(failure).split())}"
+            error = time.time(), text[:200]
+        errors = [found for found in gathered(error) if found is not None]
+        # What failed later did so because of the first.
+        return (None, min(errors)[1]) if errors else (side, "")
 
+    def _rounds(self, turns: dict[str, Side]) -> dict[str, Any]:
+        """Let the sides take turns; return medians and what ours compiled meanwhile."""
+        for side in turns.values():
+            self._steps(side, WARM_UP_STEPS)
+        seconds: dict[str, list[float]] = {name: [] for name in turns}
+        before = num_compiles()
+        for _ in range(ROUNDS):
+            for name, side in turns.items():
+                dist.barrier()
+                start = time.perf_counter()
+                self._steps(side)
+                dist.barrier()
+                seconds[name].append((time.perf_counter() - start) / STEPS)
+        found: dict[str, Any] = {
+            f"{name}_s": statistics.median(values) for name, values in seconds.items()
+        }
+        return found | {"compiles": sum(gathered(num_compiles() - before))}
 
-def stage_indices(schedule: str, rank: int) -> list[int]:
-    """Return the stages of a rank; V-shaped schedules have the last one on rank 0."""
-    if schedule in ONE_STAGE:
-        return [rank]
-    is_v = schedule in ("ZBVZeroBubble", "DualPipeV")
-    return [rank, 2 * NUM_RANKS - 1 - rank if is_v else rank + NUM_RANKS]
+    def _steps(self, side: Side, count: int = STEPS) -> None:
+        for _ in range(count):
+            side.step()
+        self._wait_device()
 
+    def _single(self, microbatches: int, num_stages: int) -> float:
+        """Return the time in which rank 0 alone does a step; the others wait."""
+        key = microbatches, num_stages
+        if self.rank == 0 and key not in self._single_s:
+            self._single_s[key] = self._measure_single(*key)
+        dist.barrier()
+        return self._single_s.get(key, 0.0)
 
-def make_side(
-    make: Callable[[nn.Module, int, int], Any],
-    schedule: str,
-    microbatches: int,
-    size: dict[str, int],
-) -> tuple[Callable[[], None], list[Any]]:
-    """Return a function that does one training step, and its stages."""
-    rank = dist.get_rank()
-    indices = stage_indices(schedule, rank)
-    num_stages = NUM_RANKS * len(indices)
-    sizes = {k: v for k, v in size.items() if k != "length"}
-    stages = []
-    for index in indices:
-        torch.manual_seed(index)
-        stages.append(make(Part(index, num_stages, **sizes), index, num_stages))
-    kind: Any = get_schedule_class(schedule)
-    driven = stages[0] if schedule in ONE_STAGE else stages
-    runner = kind(driven, microbatches, loss_fn=loss_fn)
-    parameters = [p for stage in stages for p in stage.submod.parameters()]
-    optimizer = torch.optim.SGD(parameters, lr=0.01)
-    torch.manual_seed(7)
-    tokens = torch.randint(VOCAB, (ROWS * microbatches, size["length"] + 1))
-    inputs = (tokens[:, :-1].contiguous(),) if 0 in indices else ()
-    target = tokens[:, 1:].contiguous() if num_stages - 1 in indices else None
-
-    def step() -> None:
-        losses: list[Tensor] = []
-        runner.step(*inputs, target=target, losses=losses)
-        optimizer.step()
-        optimizer.zero_grad()
-        for loss in losses[-1:]:
-            assert torch.isfinite(loss.detach()).item()
-
-    return step, stages
-
-
-def measure(
-    schedules: list[str], counts: list[int], size_name: str
-) -> list[dict[str, Any]]:
-    """Measure all cells; every rank calls, rank 0 returns rows."""
-    import torch_xla_pp as xpp
-    from torch_xla_pp import xla_compat
-
-    torch.set_num_threads(1)
-    device = xpp.device()
-    dist.init_process_group("xla_pp")
-    rank = dist.get_rank()
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    gloo = dist.new_group(backend="gloo")
-    size = SIZES[size_name]
-
-    def ours(module: nn.Module, index: int, num_stages: int) -> Any:
-        return xpp.PipelineStage(module, index, num_stages, device)
-
-    def peer(module: nn.Module, index: int, num_stages: int) -> Any:
-        return PeerStage(module, index, num_stages, torch.device("cpu"), group=gloo)
-
-    rows = []
-    for schedule in schedules:
-        for count in counts:
+    def _measure_single(self, microbatches: int, num_stages: int) -> float:
+        """Measure a pipeline whose stages are all on this rank, in its own group."""
+        make, stages = sides.ours(self._alone), range(num_stages)
+        # With one rank it takes the microbatches one by one through all stages.
+        schedule = "Interleaved1F1B"
+        side = Side(make, schedule, stages, num_stages, microbatches, self.size)
+        self._steps(side, 1 + WARM_UP_STEPS)
+        seconds = []
+        for _ in range(ROUNDS):
             start = time.perf_counter()
-            our_step, _ = make_side(ours, schedule, count, size)
-            our_step()
-            xla_compat.wait_device()
-            first_s = time.perf_counter() - start
-            our_step()
-            peer_step, _ = make_side(peer, schedule, count, size)
-            peer_step()
-            seconds: dict[str, list[float]] = {"ours": [], "peer": []}
-            for _ in range(ROUNDS):
-                for name, step in (("ours", our_step), ("peer", peer_step)):
-                    dist.barrier()
-                    start = time.perf_counter()
-                    for _ in range(STEPS):
-                        step()
-                    xla_compat.wait_device()
-                    dist.barrier()
-                    seconds[name].append((time.perf_counter() - start) / STEPS)
-            ours_s, peer_s = (statistics.median(s) for s in seconds.values())
-            rows.append(
-                {
-                    "model": size_name,
-                    "schedule": schedule,
-                    "microbatches": count,
-                    "ours_s": ours_s,
-                    "peer_s": peer_s,
-                    "ratio": ours_s / peer_s,
-                    "first_step_s": first_s,
-                }
-            )
-    return rows if rank == 0 else []
+            self._steps(side)
+            seconds.append((time.perf_counter() - start) / STEPS)
+        return statistics.median(seconds)
+
+    def _dispatch_us(self, ours: Side) -> float:
+        """Return the main thread's CPU time of an action, in steps of their own."""
+        seconds: list[float] = []
+        for stage in ours.stages:
+            for name in ACTIONS:
+                setattr(stage, name, with_cpu_time(getattr(stage, name), seconds))
+        self._steps(ours, DISPATCH_STEPS)
+        for stage in ours.stages:
+            for name in ACTIONS:
+                delattr(stage, name)
+        return statistics.median(sum(gathered(seconds), [])) * 1e6
+
+
+def with_cpu_time(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    """Return `call`, noting the CPU time that the calling thread spends in it."""
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.thread_time()
+        result = call(*args, **kwargs)
+        seconds.append(time.thread_time() - start)
+        return result
+
+    return timed
+
+
+def num_compiles() -> int:
+    """Return how often torch_xla has compiled a program or looked up a graph's."""
+    from torch_xla.debug import metrics
+
+    return sum(metrics.counter_value(name) or 0 for name in COUNTERS)
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return the values of all ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def measure(job: Job) -> list[dict[str, Any]]:
+    """Measure all cells; every rank calls, rank 0 returns rows."""
+    bench = Bench(job)
+    rows = []
+    for schedule in job.schedules:
+        for microbatches in job.counts:
+            rows.append(bench.cell(schedule, microbatches))
+            gc.collect()
+    return rows if bench.rank == 0 else []
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """Return a row as a line of text."""
+    if row["what"] == "split_backward":
+        halves = f"{row['input_ms']:.1f} + {row['weight_ms']:.1f} ms"
+        full = f"full {row['full_ms']:.1f} ms"
+        return f"split backward: {halves}, {full}, split_ratio {row['split_ratio']:.2f}"
+    if row["what"] == "layers":
+        ours, eager = row["per_layer_ms"], row["eager_per_layer_ms"]
+        both = f"ours {ours:7.2f} ms  eager {eager:7.2f} ms"
+        return f"{row['layers']} layers, per layer: {both}  ratio {row['ratio']:.2f}"
+    line = (
+        f"{row['model']} {row['schedule']:21} M={row['microbatches']:<3}"
+        f" ours {row['ours_s']:6.3f} s  peer {row['peer_s']:6.3f} s"
+        f"  ratio {row['ratio']:.2f}  efficiency {row['efficiency']:.2f}"
+        f"  dispatch {row['dispatch_us']:4.0f} us"
+        f"  first step {row['first_step_s']:.1f} s  compiles {row['compiles']}"
+    )
+    if "compiled_peer_s" in row:
+        return f"{line}  compiled peer {row['compiled_peer_s']:.3f} s"
+    error = row.get("compiled_error")
+    return f"{line}\n    no compiled peer: {error}" if error else line
+
+
+def run(function: Callable[..., Any], ranks: int, *args: Any) -> list[dict[str, Any]]:
+    """Run a measurement in fresh processes; return what rank 0 does."""
+    from torch_xla_pp.testing import Worlds
+
+    with Worlds() as worlds:
+        results = worlds.run(function, ranks=ranks, args=args, timeout_s=7200)
+    return results[0]
 
 
 def main() -> None:
     """Run the cells that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--schedules", nargs="+", default=list(ONE_STAGE))
+    parser.add_argument("--size", choices=gpt.SIZES, default="small")
+    parser.add_argument(
+        "--schedules", nargs="+", choices=SCHEDULES, default=list(ONE_STAGE)
+    )
     parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8])
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--layers", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     # The workers import this file, so its functions must not be those of `__main__`.
     import step_time
 
-    from torch_xla_pp.testing import Worlds
-
-    arguments = (options.schedules, options.microbatches, options.size)
-    with Worlds() as worlds:
-        rows, _ = worlds.run(
-            step_time.measure,
-            ranks=NUM_RANKS,
-            devices=1,
-            args=arguments,
-            timeout_s=3000,
+    cores = sorted(os.sched_getaffinity(0))
+    if options.layers:
+        rows = run(programs.layers, 1, options.size, cores[0])
+    else:
+        job = step_time.Job(
+            schedules=options.schedules,
+            counts=options.microbatches,
+            size_name=options.size,
+            is_compiled=options.compiled,
+            cores=cores,
         )
+        rows = run(programs.split_backward, 1, options.size, cores[0])
+        rows += run(step_time.measure, NUM_RANKS, job)
     for row in rows:
-        if options.json:
-            print(json.dumps(row))
-            continue
-        print(
-            f"{row['model']} {row['schedule']:24} M={row['microbatches']:<3}"
-            f" ours {row['ours_s']:7.3f} s  peer {row['peer_s']:7.3f} s"
-            f"  ratio {row['ratio']:.2f}  first step {row['first_step_s']:.1f} s"
-        )
+        print(json.dumps(row) if options.json else line_of(row))
+    if not options.json:
+        print(f"Medians of {ROUNDS} turns, in which the sides alternate.")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,75 @@
+"""The model that the benchmarks train: a GPT of equal parts, and its data."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+SIZES = {
+    "small": {"width": 256, "heads": 4, "layers": 8, "length": 128},
+    "large": {"width": 512, "heads": 8, "layers": 8, "length": 256},
+}
+VOCAB = 512
+ROWS = 2
+
+
+class Block(nn.Module):
+    """A block of a transformer."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor like `x`, `(B, L, width)`."""
+        rows, length, width = x.shape
+        shape = (rows, length, self.heads, width // self.heads)
+        q, k, v = (
+            part.reshape(shape).transpose(1, 2)
+            for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class Part(nn.Module):
+    """One of equal stages of a GPT."""
+
+    def __init__(
+        self, stage: int, num_stages: int, width: int, heads: int, layers: int
+    ):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width) if stage == 0 else None
+        count = layers // num_stages
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(count))
+        self.head = nn.Linear(width, VOCAB) if stage == num_stages - 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take tokens or activations; return activations or logits."""
+        if self.embed is not None:
+            x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+
+def make_part(stage: int, num_stages: int, size: dict[str, int]) -> Part:
+    """Return a stage whose parameters depend on nothing but the arguments."""
+    torch.manual_seed(stage)
+    return Part(stage, num_stages, size["width"], size["heads"], size["layers"])
+
+
+def make_batch(microbatches: int, size: dict[str, int]) -> tuple[Tensor, Tensor]:
+    """Return tokens and targets of one step, each `(ROWS * microbatches, length)`."""
+    torch.manual_seed(7)
+    tokens = torch.randint(VOCAB, (ROWS * microbatches, size["length"] + 1))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the mean cross-entropy."""
+    target = target.to(logits.device)
+    return F.cross_entropy(logits.reshape(-1, VOCAB), target.reshape(-1))

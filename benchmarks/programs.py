@@ -1,0 +1,150 @@
+"""A stage's programs by themselves: one process, one core, no messages.
+
+Both measurements wait for the device around each program. The sides take turns;
+medians over the turns are returned. `step_time.py` runs them.
+"""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gpt
+import torch
+from pinning import check_pinned, pin
+from torch import Tensor, nn
+
+ROUNDS = 7
+WARM_UP = 2
+NUM_LAYERS = (1, 2, 4, 8)
+
+
+class Alone:
+    """The programs of a middle stage, with the values that they read."""
+
+    def __init__(self, module: nn.Module, x: Tensor, grad: Tensor) -> None:
+        import torch_xla_pp as xpp
+        from torch_xla_pp import xla_compat
+        from torch_xla_pp.compile import StagePrograms, accumulator, export_joint
+
+        device = xpp.device()
+        whole = xla_compat.replicated_sharding()
+
+        def upload(value: Tensor) -> Tensor:
+            data = value.detach().to(device)
+            xla_compat.annotate(data, whole)
+            xla_compat.materialize([data])
+            return data
+
+        module = copy.deepcopy(module).to(device)
+        named = dict(module.named_parameters())
+        example = torch.empty(x.shape, device=device, requires_grad=True)
+        joint = export_joint(module, [example], {})
+        self.fixed = {f"param:{name}": upload(value) for name, value in named.items()}
+        shardings = dict.fromkeys(self.fixed, whole)
+        self.programs = StagePrograms(joint, [whole], [whole], shardings)
+        self.sums = {
+            accumulator(role): upload(torch.zeros(self.fixed[role].shape))
+            for role in self.programs.accumulated_roles
+        }
+        self.x, self.grad = upload(x), upload(grad)
+        self.live: dict[str, Tensor] = {}
+        self.wait = xla_compat.wait_device
+
+    def forward(self) -> None:
+        """Run the forward; its values are for one backward of either kind."""
+        self.live = self.programs.forward(self.fixed, {"input:0": self.x}, 0).live
+        self.live["tangent:0"] = self.grad
+        self.wait()
+
+    def backward(self) -> None:
+        """Run the full backward."""
+        _, self.sums = self.programs.backward({**self.fixed, **self.sums}, self.live)
+        self.wait()
+
+    def backward_input(self) -> None:
+        """Run the first half of the split backward."""
+        _, self.live = self.programs.backward_input(self.fixed, self.live)
+        self.wait()
+
+    def backward_weight(self) -> None:
+        """Run the other half."""
+        fixed = {**self.fixed, **self.sums}
+        self.sums = self.programs.backward_weight(fixed, self.live)
+        self.wait()
+
+
+def split_backward(size_name: str, core: int) -> list[dict[str, Any]]:
+    """Compare the two halves of a backward with the whole, for stage 1 of 4."""
+    pin(core)
+    size = gpt.SIZES[size_name]
+    alone = Alone(gpt.make_part(1, 4, size), *_activations(size))
+    seconds = _medians(
+        {
+            "forward": alone.forward,
+            "full": alone.backward,
+            "forward again": alone.forward,
+            "input": alone.backward_input,
+            "weight": alone.backward_weight,
+        }
+    )
+    check_pinned(core)
+    row: dict[str, Any] = {"what": "split_backward", "model": size_name}
+    row |= {f"{name}_ms": seconds[name] * 1e3 for name in ("full", "input", "weight")}
+    row["split_ratio"] = (seconds["input"] + seconds["weight"]) / seconds["full"]
+    return [row]
+
+
+def layers(size_name: str, core: int) -> list[dict[str, Any]]:
+    """Measure forward and backward per layer, of programs of several sizes."""
+    pin(core)
+    size = gpt.SIZES[size_name]
+    rows = []
+    for count in NUM_LAYERS:
+        module = gpt.make_part(1, 3, size | {"layers": 3 * count})
+        seconds = _beside_eager(module, size)
+        ours_ms, eager_ms = (s * 1e3 / count for s in seconds.values())
+        rows.append(
+            {
+                "what": "layers",
+                "model": size_name,
+                "layers": count,
+                "per_layer_ms": ours_ms,
+                "eager_per_layer_ms": eager_ms,
+                "ratio": ours_ms / eager_ms,
+            }
+        )
+    check_pinned(core)
+    return rows
+
+
+def _beside_eager(module: nn.Module, size: dict[str, int]) -> dict[str, float]:
+    """Return the seconds of forward and backward as programs, and of eager PyTorch."""
+    x, grad = _activations(size)
+    alone = Alone(module, x, grad)
+
+    def ours() -> None:
+        alone.forward()
+        alone.backward()
+
+    return _medians({"ours": ours, "eager": lambda: module(x).backward(grad)})
+
+
+def _activations(size: dict[str, int]) -> tuple[Tensor, Tensor]:
+    """Return an input that needs a gradient, and the gradient of an output."""
+    torch.manual_seed(0)
+    shape = (gpt.ROWS, size["length"], size["width"])
+    return torch.randn(shape, requires_grad=True), torch.randn(shape)
+
+
+def _medians(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Run all calls in turn, several times; return the median seconds of each."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for attempt in range(WARM_UP + ROUNDS):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if attempt >= WARM_UP:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}

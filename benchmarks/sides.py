@@ -1,0 +1,114 @@
+"""Pipelines of the benchmarks: ours and upstream's, in one form.
+
+The schedules are torch's own classes. A peer is upstream's stage on eager CPU
+PyTorch, whose modules may be torch.compile'd, in a group of backend gloo.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gpt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
+
+NUM_RANKS = 2
+ONE_STAGE = ("GPipe", "1F1B")
+V_SHAPED = ("ZBVZeroBubble",)
+SCHEDULES = (*ONE_STAGE, "Interleaved1F1B", "InterleavedZeroBubble", *V_SHAPED)
+
+MakeStage = Callable[[nn.Module, int, int], Any]
+
+
+class PeerStage(PipelineStage):
+    """Upstream's stage without its handshake, which fails on gloo."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        return []
+
+
+class Side:
+    """This rank's part of a pipeline that is trained step by step."""
+
+    def __init__(
+        self,
+        make: MakeStage,
+        schedule: str,
+        indices: Sequence[int],
+        num_stages: int,
+        microbatches: int,
+        size: dict[str, int],
+    ) -> None:
+        parts = {index: gpt.make_part(index, num_stages, size) for index in indices}
+        self.stages = [make(part, i, num_stages) for i, part in parts.items()]
+        self._runner = make_runner(schedule, self.stages, microbatches)
+        parameters = [p for stage in self.stages for p in stage.submod.parameters()]
+        self._optimizer = torch.optim.SGD(parameters, lr=0.01)
+        tokens, target = gpt.make_batch(microbatches, size)
+        self._inputs = (tokens,) if 0 in indices else ()
+        self._target = target if num_stages - 1 in indices else None
+
+    def step(self) -> None:
+        """Do one training step; ours may still run on the device."""
+        losses: list[Tensor] = []
+        self._runner.step(*self._inputs, target=self._target, losses=losses)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        for loss in losses[-1:]:
+            assert torch.isfinite(loss.detach()).item()
+
+
+def make_runner(schedule: str, stages: list[Any], microbatches: int) -> Any:
+    """Return torch's schedule for the stages of this rank.
+
+    In torch 2.9 the schedule class of a V sends from a rank to itself, which gloo
+    refuses. A peer's V has its order of actions, run by torch's other runtime, which
+    hands values over.
+    """
+    kind: Any = get_schedule_class(schedule)
+    driven = stages[0] if schedule in ONE_STAGE else stages
+    runner = kind(driven, microbatches, loss_fn=gpt.loss_fn)
+    if schedule not in V_SHAPED or not isinstance(stages[0], PeerStage):
+        return runner
+    runtime = _PipelineScheduleRuntime(stages, microbatches, loss_fn=gpt.loss_fn)
+    runtime._prepare_schedule_with_comms(runner.pipeline_order)
+    return runtime
+
+
+def ours(group: dist.ProcessGroup | None = None) -> MakeStage:
+    """Return what makes a stage of this package."""
+    import torch_xla_pp as xpp
+
+    def make(module: nn.Module, index: int, num_stages: int) -> Any:
+        return xpp.PipelineStage(module, index, num_stages, xpp.device(), group=group)
+
+    return make
+
+
+def peer(group: dist.ProcessGroup, *, is_compiled: bool = False) -> MakeStage:
+    """Return what makes a stage of upstream's."""
+
+    def make(module: nn.Module, index: int, num_stages: int) -> Any:
+        module = torch.compile(module) if is_compiled else module
+        cpu = torch.device("cpu")
+        return PeerStage(module, index, num_stages, cpu, group=group)
+
+    return make
+
+
+def stage_indices(schedule: str, rank: int) -> list[int]:
+    """Return the stages of a rank; V-shaped schedules have the last one on rank 0."""
+    if schedule in ONE_STAGE:
+        return [rank]
+    is_v = schedule in V_SHAPED
+    return [rank, 2 * NUM_RANKS - 1 - rank if is_v else rank + NUM_RANKS]
+
+
+def num_stages_of(schedule: str) -> int:
+    """Return the number of stages of all ranks."""
+    return NUM_RANKS * len(stage_indices(schedule, 0))
