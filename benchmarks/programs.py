@@ -26,7 +26,7 @@ class Alone:
     def __init__(self, module: nn.Module, x: Tensor, grad: Tensor) -> None:
         import torch_xla_pp as xpp
         from torch_xla_pp import xla_compat
-        from torch_xla_pp.compile import StagePrograms, accumulator, export_joint
+        from torch_xla_pp.compile import StagePrograms, export_joint
 
         device = xpp.device()
         whole = xla_compat.replicated_sharding()
@@ -44,10 +44,7 @@ class Alone:
         self.fixed = {f"param:{name}": upload(value) for name, value in named.items()}
         shardings = dict.fromkeys(self.fixed, whole)
         self.programs = StagePrograms(joint, [whole], [whole], shardings)
-        self.sums = {
-            accumulator(role): upload(torch.zeros(self.fixed[role].shape))
-            for role in self.programs.accumulated_roles
-        }
+        self.sums = self.programs.start_sums(self.fixed, {})
         self.x, self.grad = upload(x), upload(grad)
         self.live: dict[str, Tensor] = {}
         self.wait = xla_compat.wait_device
