@@ -22,6 +22,7 @@
 #include "inbox.h"
 #include "link.h"
 #include "message.h"
+#include "numbers.h"
 
 namespace xla_pp {
 
@@ -70,6 +71,7 @@ class Engine {
   bool Close(std::chrono::duration<double> timeout);
 
   Inbox& inbox() { return inbox_; }
+  Numbers& numbers() { return numbers_; }
   int rank() const { return config_.rank; }
 
  private:
@@ -80,6 +82,7 @@ class Engine {
 
   const EngineConfig config_;
   Inbox inbox_;
+  Numbers numbers_;
 
   std::mutex mutex_;
   std::set<int> peers_;

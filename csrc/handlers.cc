@@ -1,6 +1,6 @@
 // The ops of XLA programs that send and receive, as handlers of XLA's FFI.
 //
-// Receive: the route, int64[8 + tensors * devices] (see `Route`) → shards, a token.
+// Receive: the route, int64[7 + tensors * devices] (see `Route`) → shards, a token.
 // Send: the route, anything, shards → a token.
 //
 // A token is an int32[1] without a meaning: a program that returns it keeps the op. The
@@ -23,6 +23,7 @@ namespace {
 namespace ffi = xla::ffi;
 
 // The route operand: what changes from call to call, so that nothing is recompiled.
+// Calls that send or receive the same message in later steps have the same route.
 struct Route {
   int64_t engine;
   int64_t generation;
@@ -30,13 +31,12 @@ struct Route {
   int64_t direction;
   int64_t stage;
   int64_t microbatch;
-  int64_t number;
   int64_t digest;
   // owners[tensor * num_devices + device]: the lowest device with the same shard.
   const int64_t* owners;
 };
 
-constexpr size_t kRouteFields = 8;
+constexpr size_t kRouteFields = 7;
 constexpr size_t kFirstSent = 2;  // operand of the send op
 
 struct Shard {
@@ -105,9 +105,8 @@ Shard ShardOf(const ffi::AnyBuffer& buffer) {
 
 Route RouteOf(const ffi::AnyBuffer& buffer) {
   const auto* fields = static_cast<const int64_t*>(buffer.untyped_data());
-  return {fields[0], fields[1], fields[2],
-          fields[3], fields[4], fields[5],
-          fields[6], fields[7], fields + kRouteFields};
+  return {fields[0], fields[1], fields[2], fields[3],
+          fields[4], fields[5], fields[6], fields + kRouteFields};
 }
 
 Key KeyOf(const Route& route, int64_t source) {
@@ -116,7 +115,6 @@ Key KeyOf(const Route& route, int64_t source) {
   key.edge = {static_cast<int32_t>(source), static_cast<int32_t>(route.direction),
               static_cast<int32_t>(route.stage)};
   key.microbatch = static_cast<int32_t>(route.microbatch);
-  key.number = static_cast<uint64_t>(route.number);
   return key;
 }
 
@@ -152,6 +150,9 @@ ffi::Error Send(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets
   const auto engine = FindEngine(route.engine);
   if (!engine) return ffi::Error::Success();  // its group was closed
   Message message;
+  message.key = KeyOf(route, engine->rank());
+  engine->numbers().Assign(device, /*is_receive=*/false, static_cast<int>(route.peer),
+                           &message.key);
   std::vector<Shard> shards;
   for (size_t i = kFirstSent; i < args.size(); ++i) {
     const auto buffer = args.get<ffi::AnyBuffer>(i).value();
@@ -161,7 +162,6 @@ ffi::Error Send(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets
   const size_t num_devices = NumDevices(route_buffer, shards.size());
   const size_t size = PartSizes(route, shards, num_devices).at(device);
   if (size == kNothing) return ffi::Error::Success();
-  message.key = KeyOf(route, engine->rank());
   message.device = device;
   message.layout.num_devices = static_cast<int32_t>(num_devices);
   message.layout.digest = static_cast<uint64_t>(route.digest);
@@ -205,6 +205,8 @@ ffi::Future Receive(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets 
     return future;
   }
   request.key = KeyOf(route, route.peer);
+  engine->numbers().Assign(device, /*is_receive=*/true, static_cast<int>(route.peer),
+                           &request.key);
   request.layout.num_devices = static_cast<int32_t>(num_devices);
   request.layout.digest = static_cast<uint64_t>(route.digest);
   request.part_sizes = PartSizes(route, shards, num_devices);

@@ -41,6 +41,8 @@ class ModuleState:
         self._module = module
         self._placement = placement
         self._sums: dict[str, Tensor] = {}
+        self._spent: list[Tensor] = []
+        self._spent_before: list[Tensor] = []
         self._texts: dict[str, str] = {}
         self._before: dict[str, Tensor] = {}
         self.fixed: dict[str, Tensor] = {}
@@ -98,7 +100,12 @@ class ModuleState:
         return self._sums
 
     def set_sums(self, sums: Mapping[str, Tensor]) -> None:
-        """Replace the gradient sums."""
+        """Replace the gradient sums by what a program made of them.
+
+        The old ones have given their buffers away. They are dropped a step later: to
+        drop one waits for the program that took its buffer.
+        """
+        self._spent += self._sums.values()
         self._sums = dict(sums)
 
     def publish_grads(self) -> None:
@@ -107,6 +114,7 @@ class ModuleState:
             if accumulator(role) in self._sums:
                 value.grad = self._sums[accumulator(role)]
         self._sums = {}
+        self._spent, self._spent_before = [], self._spent
 
     def update_buffers(self, updates: Mapping[str, Tensor]) -> None:
         """Give buffers the values that a forward computed, as new tensors."""

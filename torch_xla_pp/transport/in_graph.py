@@ -22,11 +22,11 @@ Laws:
   call here or by `settle`, which a step ends with. See docs/design/006.
 """
 
-import functools
 import hashlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ _GRACE_S = 30.0
 _NEVER = (1 << 63) - 1
 _MAX_READABLE = 160
 _TOKEN_SHAPE = (1,)
+_RouteKey = tuple[int, Message, tuple[Any, ...]]
 _DIRECTIONS: tuple[Direction, ...] = ("F", "B")
 
 _logger = logging.getLogger(__name__)
@@ -126,13 +127,6 @@ def _token(token: Tensor) -> Tensor:
     return xla_compat.from_shards(token, replicated, _TOKEN_SHAPE, torch.int32)
 
 
-@functools.lru_cache(maxsize=256)
-def _fixed_fields(layouts: tuple[ShardLayout, ...]) -> tuple[int, ...]:
-    """Return the part of a route that is the same for every message of an edge."""
-    owners = (owner for layout in layouts for owner in layout.owners)
-    return (digest(layouts), *owners)
-
-
 def _whole(route: Tensor) -> Tensor:
     return xla_compat.to_shards(route, xla_compat.replicated_sharding())
 
@@ -171,6 +165,7 @@ class InGraphTransport:
         rendezvous.join(self)
         self._connected: set[int] = {rendezvous.rank}
         self._generation = rendezvous.generation
+        self._routes: dict[_RouteKey, Tensor] = {}
         self._sent: Counter[tuple[int, Message]] = Counter()
         self._received: Counter[tuple[int, Message]] = Counter()
 
@@ -252,6 +247,7 @@ class InGraphTransport:
             self._generation = generation
             self._sent.clear()
             self._received.clear()
+            self._routes.clear()
         failure = self.engine.failure(generation)
         if failure is None:
             return
@@ -270,9 +266,8 @@ class InGraphTransport:
         require_values(message, layouts)
         self.check()
         self._connect(peer)
-        number = self._sent[peer, message]
         self._sent[peer, message] += 1
-        return self._route(message, peer, number, layouts)
+        return self._route(message, peer, layouts)
 
     def receive_route(
         self, message: Message, peer: int, layouts: Sequence[ShardLayout]
@@ -285,11 +280,22 @@ class InGraphTransport:
         if peer == self._rendezvous.rank and number >= self._sent[peer, message]:
             raise not_sent_yet(message)
         self._received[peer, message] += 1
-        return self._route(message, peer, number, layouts)
+        return self._route(message, peer, layouts)
 
     def _route(
-        self, message: Message, peer: int, number: int, layouts: Sequence[ShardLayout]
+        self, message: Message, peer: int, layouts: Sequence[ShardLayout]
     ) -> Tensor:
+        """Return the operand for a message, which is uploaded once a generation."""
+        shapes = tuple((x.shape, x.dtype, x.tiles) for x in layouts)
+        key = (peer, message, shapes)
+        if key not in self._routes:
+            self._routes[key] = self._new_route(message, peer, layouts)
+        return self._routes[key]
+
+    def _new_route(
+        self, message: Message, peer: int, layouts: Sequence[ShardLayout]
+    ) -> Tensor:
+        owners = (owner for layout in layouts for owner in layout.owners)
         fields = [
             self.engine.id,
             self._generation,
@@ -297,8 +303,8 @@ class InGraphTransport:
             _DIRECTIONS.index(message.direction),
             message.stage,
             message.microbatch,
-            number,
-            *_fixed_fields(tuple(layouts)),
+            digest(layouts),
+            *owners,
         ]
         route = torch.tensor(fields, dtype=torch.int64)
         return xla_compat.from_local_shards(
