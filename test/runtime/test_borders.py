@@ -107,3 +107,38 @@ def failed_step(transport: str) -> None:
 @pytest.mark.parametrize("transport", ["in_graph", "host"])
 def test_a_failed_step_leaves_no_trace(worlds: Worlds, transport: str) -> None:
     worlds.run(failed_step, ranks=2, devices=1, args=(transport,), keep_workers=True)
+
+
+def failure_between_steps() -> None:
+    """A peer's error is noticed after a step has begun, before it has done anything."""
+    rendezvous = join().rendezvous
+    rank = dist.get_rank()
+    stage = xpp.PipelineStage(Normed(), rank, 2, xpp.device())
+    schedule = ScheduleGPipe(stage, 2, loss_fn=squared)
+    x = torch.arange(32.0).reshape(8, 4)
+
+    def step() -> None:
+        schedule.step(x) if rank == 0 else schedule.step(target=x)
+
+    step()
+    before = [value.detach().cpu() for value in stage.submod.buffers()]
+    if rank == 0:
+        dist.barrier()
+        rendezvous.report(ValueError("no batch"))
+    else:
+        settle = stage._exchange.settle
+
+        def late() -> None:
+            dist.barrier()
+            rendezvous.wait_until(lambda _: not rendezvous.calm(), 30, lambda: "it")
+            settle()
+
+        stage._exchange.settle = late  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match="no batch"):
+            step()
+    for got, want in zip(stage.submod.buffers(), before, strict=True):
+        assert torch.equal(got.cpu(), want)
+
+
+def test_a_failure_between_steps_undoes_nothing(worlds: Worlds) -> None:
+    worlds.run(failure_between_steps, ranks=2, devices=1, keep_workers=True)

@@ -109,12 +109,16 @@ class ModuleState:
         self._sums = dict(sums)
 
     def publish_grads(self) -> None:
-        """Make the sums the parameters' `.grad`; called once per step."""
+        """Make the sums the parameters' `.grad`; called once, when a step is done.
+
+        From now on there is nothing to roll back.
+        """
         for role, value in self.fixed.items():
             if accumulator(role) in self._sums:
                 value.grad = self._sums[accumulator(role)]
         self._sums = {}
         self._spent, self._spent_before = [], self._spent
+        self._before = {}
 
     def update_buffers(self, updates: Mapping[str, Tensor]) -> None:
         """Give buffers the values that a forward computed, as new tensors."""
