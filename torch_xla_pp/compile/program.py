@@ -25,6 +25,7 @@ from torch_xla_pp.compile.partition import Function
 from torch_xla_pp.errors import PipelineError
 
 _REPLICATED = "{replicated}"
+_SEED = "seed"
 
 
 class Program:
@@ -77,8 +78,10 @@ class Program:
         self._donated = [i for i, n in enumerate(self.inputs) if n in donated]
         self._expected: list[str] = []
         self._hash: xla_compat.GraphHash | None = None
-        self._parameters: list[int | Tensor] = []
-        self._seed_slots: list[int] = []
+        # Which input each parameter of the program is, and those that are none.
+        self._names: list[str] = []
+        self._captured: dict[str, Tensor] = {}
+        self._has_seed = False
 
     def __call__(
         self, values: Mapping[str, Tensor], seed: int = 0
@@ -96,16 +99,15 @@ class Program:
             PipelineError: The sharding of a value differs from the one that the
                 program was compiled for.
         """
-        args = [values[name] for name in self.inputs]
         if self._hash is None:
-            self._hash = self._trace(args)
+            self._hash = self._trace([values[name] for name in self.inputs])
         elif self._checked:
-            self._check_shardings(args)
-        parameters = [
-            args[slot] if isinstance(slot, int) else slot for slot in self._parameters
-        ]
-        for slot in self._seed_slots:
-            parameters[slot] = xla_compat.seed_tensor(seed)
+            self._check_shardings(values)
+        if self._captured:
+            values = {**values, **self._captured}
+        if self._has_seed:
+            values = {**values, _SEED: xla_compat.seed_tensor(seed)}
+        parameters = list(map(values.__getitem__, self._names))
         outputs = xla_compat.run_graph(self._hash, parameters)
         return dict(zip(self.outputs, outputs, strict=True))
 
@@ -144,13 +146,15 @@ class Program:
         for slot, (data_id, value) in enumerate(zip(ids, values, strict=True)):
             index = position.get(xla_compat.data_handles([value])[0])
             if index is not None:
-                self._parameters.append(index)
+                self._names.append(self.inputs[index])
                 continue
-            self._parameters.append(value)
+            self._names.append(f"captured:{slot}")
             if data_id == seed_id:
-                self._seed_slots.append(slot)
+                self._names[slot] = _SEED
+                self._has_seed = True
             elif value.numel() != 1:
                 captured.append(f"{value.dtype} {list(value.shape)}")
+            self._captured[self._names[slot]] = value
         if captured:
             raise PipelineError(
                 f"{self.function.name} program: expected every tensor that it reads "
@@ -159,8 +163,8 @@ class Program:
                 "with operations that XLA supports, or keep the tensor in a buffer."
             )
 
-    def _check_shardings(self, args: list[Tensor]) -> None:
-        found = _shardings([args[i] for i in self._checked])
+    def _check_shardings(self, values: Mapping[str, Tensor]) -> None:
+        found = _shardings([values[self.inputs[i]] for i in self._checked])
         if found == self._expected:
             return
         wrong = [
