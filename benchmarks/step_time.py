@@ -89,7 +89,6 @@ class Bench:
         dist.init_process_group("xla_pp")
         self._gloo = dist.new_group(backend="gloo")
         self._alone = dist.new_group([0], backend="xla_pp")
-        self._single_s: dict[tuple[int, int], float] = {}
 
     def cell(self, schedule: str, microbatches: int) -> dict[str, Any]:
         """Measure one schedule with one number of microbatches."""
@@ -105,13 +104,13 @@ class Bench:
             "first_step_s": time.perf_counter() - start,
         }
         peer = self._side(sides.peer(self._gloo), schedule, microbatches)
-        turns = {"ours": ours, "peer": peer}
+        single = self._single(microbatches, sides.num_stages_of(schedule))
+        turns: dict[str, Side | None] = {"ours": ours, "peer": peer, "single": single}
         if self.job.is_compiled:
             compiled, row["compiled_error"] = self._compiled(schedule, microbatches)
             turns |= {"compiled_peer": compiled} if compiled else {}
         row |= self._rounds(turns)
         row["ratio"] = row["ours_s"] / row["peer_s"]
-        row["single_s"] = self._single(microbatches, sides.num_stages_of(schedule))
         bubble = (microbatches + NUM_RANKS - 1) / (microbatches * NUM_RANKS)
         row["efficiency"] = row["single_s"] * bubble / row["ours_s"]
         row["dispatch_us"] = self._dispatch_us(ours)
@@ -145,7 +144,7 @@ class Bench:
         # What failed later did so because of the first.
         return (None, min(errors)[1]) if errors else (side, "")
 
-    def _rounds(self, turns: dict[str, Side]) -> dict[str, Any]:
+    def _rounds(self, turns: dict[str, Side | None]) -> dict[str, Any]:
         """Let the sides take turns; return medians and what ours compiled meanwhile."""
         for side in turns.values():
             self._steps(side, WARM_UP_STEPS)
@@ -163,32 +162,21 @@ class Bench:
         }
         return found | {"compiles": sum(gathered(num_compiles() - before))}
 
-    def _steps(self, side: Side, count: int = STEPS) -> None:
-        for _ in range(count):
+    def _steps(self, side: Side | None, count: int = STEPS) -> None:
+        for _ in range(count if side else 0):
             side.step()
         self._wait_device()
 
-    def _single(self, microbatches: int, num_stages: int) -> float:
-        """Return the time in which rank 0 alone does a step; the others wait."""
-        key = microbatches, num_stages
-        if self.rank == 0 and key not in self._single_s:
-            self._single_s[key] = self._measure_single(*key)
-        dist.barrier()
-        return self._single_s.get(key, 0.0)
-
-    def _measure_single(self, microbatches: int, num_stages: int) -> float:
-        """Measure a pipeline whose stages are all on this rank, in its own group."""
+    def _single(self, microbatches: int, num_stages: int) -> Side | None:
+        """Return a pipeline with all stages on rank 0; the others wait meanwhile."""
+        if self.rank:
+            return None
         make, stages = sides.ours(self._alone), range(num_stages)
         # With one rank it takes the microbatches one by one through all stages.
         schedule = "Interleaved1F1B"
         side = Side(make, schedule, stages, num_stages, microbatches, self.size)
-        self._steps(side, 1 + WARM_UP_STEPS)
-        seconds = []
-        for _ in range(ROUNDS):
-            start = time.perf_counter()
-            self._steps(side)
-            seconds.append((time.perf_counter() - start) / STEPS)
-        return statistics.median(seconds)
+        side.step()
+        return side
 
     def _dispatch_us(self, ours: Side) -> float:
         """Return the main thread's CPU time of an action, in steps of their own."""

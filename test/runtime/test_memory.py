@@ -102,6 +102,8 @@ def bytes_of_a_step(schedule: str) -> tuple[Any, int, list[bool]]:
     run_step(job, runner, [stage], *batch(job, 0))
     stage._shelf.put = watching
     run_step(job, runner, [stage], *batch(job, 1))
+    # What a program reads lives until it has run.
+    xla_compat.wait_device()
     return stage.peak_memory(), saved, [ref() is None for ref in seen]
 
 

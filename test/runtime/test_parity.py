@@ -66,8 +66,9 @@ def test_four_ranks_train_as_one_process(
     check(worlds.run(train, ranks=4, devices=devices, args=(job,)))
 
 
-@pytest.mark.parametrize("frontend", ["traced", "manual"])
-@pytest.mark.parametrize("remat", ["full", "all but mm"])
+@pytest.mark.parametrize(
+    ("frontend", "remat"), [("traced", "full"), ("manual", "all but mm")]
+)
 def test_values_may_be_computed_again(
     worlds: Worlds, frontend: str, remat: str
 ) -> None:

@@ -203,3 +203,11 @@ def wrong_rule() -> None:
 def test_a_sharding_rule_that_does_not_fit(worlds: Worlds) -> None:
     for text in raised_on_every_rank(worlds, wrong_rule, devices=2):
         assert "rule '*.up.bias' gives ('rows',): unknown axis 'rows'" in text
+
+
+def test_a_group_in_the_place_of_examples() -> None:
+    text = (
+        "input_args: expected a tensor or a tuple of tensors, got str. Pass arguments"
+    )
+    with pytest.raises(TypeError, match=text):
+        xpp.PipelineStage(nn.Identity(), 0, 1, torch.device("xla"), "group")  # type: ignore[arg-type]

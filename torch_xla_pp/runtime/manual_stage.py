@@ -40,6 +40,7 @@ class PipelineStage(XlaPipelineStage):
             are kept, e.g. `[torch.ops.aten.mm.default]`.
 
     Raises:
+        TypeError: Examples are no tensors.
         ValueError: An argument does not fit.
 
     Example:
@@ -77,12 +78,20 @@ class PipelineStage(XlaPipelineStage):
             sharding=sharding,
             batch_axis=batch_axis,
             remat=remat,
-            expected_inputs=_as_tuple(input_args),
-            expected_outputs=_as_tuple(output_args),
+            expected_inputs=_tensors("input_args", input_args),
+            expected_outputs=_tensors("output_args", output_args),
         )
 
 
-def _as_tuple(
-    values: Tensor | tuple[Tensor, ...] | None,
+def _tensors(
+    name: str, values: Tensor | tuple[Tensor, ...] | None
 ) -> tuple[Tensor, ...] | None:
-    return (values,) if isinstance(values, Tensor) else values
+    if values is None or isinstance(values, Tensor):
+        return None if values is None else (values,)
+    if isinstance(values, (tuple, list)) and all(isinstance(x, Tensor) for x in values):
+        return tuple(values)
+    kind = type(values).__name__
+    raise TypeError(
+        f"{name}: expected a tensor or a tuple of tensors, got {kind}. "
+        "Pass arguments behind the device by name, e.g. group=group."
+    )
