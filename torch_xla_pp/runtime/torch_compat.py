@@ -17,11 +17,11 @@ __all__ = [
     "Pipe",
     "StageBase",
     "calling_schedule",
+    "grad_scale",
     "local_stages",
     "loss_function",
     "move_factories_to",
     "num_microbatches",
-    "scales_grads",
     "set_loss_function",
     "trace_and_split",
 ]
@@ -59,9 +59,9 @@ def num_microbatches(schedule: Schedule) -> int:
     return schedule._n_microbatches
 
 
-def scales_grads(schedule: Schedule) -> bool:
-    """Return whether gradients are averaged over the microbatches."""
-    return schedule.scale_grads
+def grad_scale(schedule: Schedule) -> float:
+    """Return what the gradient of each microbatch is to be multiplied by."""
+    return 1.0 / num_microbatches(schedule) if schedule.scale_grads else 1.0
 
 
 def loss_function(schedule: Schedule) -> Callable[[Any, Any], Any] | None:
