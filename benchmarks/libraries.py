@@ -133,14 +133,14 @@ def killed(transport: str, when: str) -> float:
     xpp.device()
     dist.init_process_group("xla_pp")
     group = of_group(None)
-    group.transport.expect("F", 1, 1 - group.rank())
+    group.transport.expect(Message("F", 1, 0, 0), 1 - group.rank())
     if group.rank() == 0:
         time.sleep(1)
         Path(when).write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
     layout = ShardLayout.of_sharding((4,), torch.float32, REPLICATED)
     try:
-        group.transport.recv(Message("F", 1, 0), 0, [layout])
+        group.transport.recv(Message("F", 1, 0, 0), 0, [layout])
         group.transport.settle()
     except RuntimeError:
         return time.time() - float(Path(when).read_text())

@@ -51,7 +51,7 @@ def in_graph_side(size: int) -> tuple[Callable[[], None], Callable[[int], None]]
 
     transport = of_group(None).transport
     rank, peer = dist.get_rank(), 1 - dist.get_rank()
-    name = Message("F", 1, 0)
+    name = Message("F", 1, 0, 0)
     x = torch.zeros(size // 4, device="xla")
     xla_compat.materialize([x])
     layouts = [ShardLayout.of_tensor(x)]
@@ -110,7 +110,7 @@ def host_side(size: int) -> tuple[Callable[[], None], Callable[[int], None]]:
 
     transport = HostTransport(of_group(None)._wire)
     rank, peer = dist.get_rank(), 1 - dist.get_rank()
-    name = Message("F", 1, 0)
+    name = Message("F", 1, 0, 0)
     x = torch.zeros(size // 4, device="xla")
     xla_compat.materialize([x])
     layouts = [ShardLayout.of_tensor(x)]

@@ -99,9 +99,10 @@ void xpp_connect(int64_t id, int32_t peer, const char* address, int64_t size) {
   }
 }
 
-void xpp_expect(int64_t id, int32_t source, int32_t direction, int32_t stage) {
+void xpp_expect(int64_t id, int32_t source, int32_t direction, int32_t stage,
+                int32_t origin) {
   if (const auto engine = FindEngine(id)) {
-    engine->inbox().Open({source, direction, stage});
+    engine->inbox().Open({source, direction, stage, origin});
   }
 }
 

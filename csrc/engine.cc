@@ -24,7 +24,7 @@ struct Header {
   int32_t microbatch = 0;
   int32_t device = 0;
   int32_t num_devices = 0;
-  int32_t reserved = 0;
+  int32_t origin = 0;
 };
 
 std::string Encode(const Header& header, std::string_view text) {
@@ -82,6 +82,7 @@ void Engine::Send(int peer, Message message) {
   header.digest = message.layout.digest;
   header.direction = key.edge.direction;
   header.stage = key.edge.stage;
+  header.origin = key.edge.origin;
   header.microbatch = key.microbatch;
   header.device = message.device;
   header.num_devices = message.layout.num_devices;
@@ -156,7 +157,7 @@ void Engine::Arrived(std::string_view bytes, Bytes payload) {
   }
   Message message;
   message.key.generation = header.generation;
-  message.key.edge = {header.source, header.direction, header.stage};
+  message.key.edge = {header.source, header.direction, header.stage, header.origin};
   message.key.microbatch = header.microbatch;
   message.key.number = header.number;
   message.device = header.device;

@@ -1,10 +1,9 @@
 // The ops of XLA programs that send and receive, as handlers of XLA's FFI.
 //
-// Receive: the route, int64[7 + tensors * devices] (see `Route`) → shards, a token.
-// Send: the route, anything, shards → a token.
+// Receive: the route, int64[8 + tensors * devices] (see `Route`) → shards, a token.
+// Send: the route, shards → a token.
 //
-// A token is an int32[1] without a meaning: a program that returns it keeps the op. The
-// second operand of a send makes it follow another op.
+// A token is an int32[1] without a meaning: a program that returns it keeps the op.
 
 #include <cstdint>
 #include <cstring>
@@ -30,14 +29,15 @@ struct Route {
   int64_t peer;
   int64_t direction;
   int64_t stage;
+  int64_t origin;
   int64_t microbatch;
   int64_t digest;
   // owners[tensor * num_devices + device]: the lowest device with the same shard.
   const int64_t* owners;
 };
 
-constexpr size_t kRouteFields = 7;
-constexpr size_t kFirstSent = 2;  // operand of the send op
+constexpr size_t kRouteFields = 8;
+constexpr size_t kFirstSent = 1;  // operand of the send op
 
 struct Shard {
   char* data;
@@ -105,15 +105,15 @@ Shard ShardOf(const ffi::AnyBuffer& buffer) {
 
 Route RouteOf(const ffi::AnyBuffer& buffer) {
   const auto* fields = static_cast<const int64_t*>(buffer.untyped_data());
-  return {fields[0], fields[1], fields[2], fields[3],
-          fields[4], fields[5], fields[6], fields + kRouteFields};
+  return {fields[0], fields[1], fields[2], fields[3], fields[4],
+          fields[5], fields[6], fields[7], fields + kRouteFields};
 }
 
 Key KeyOf(const Route& route, int64_t source) {
   Key key;
   key.generation = static_cast<uint64_t>(route.generation);
   key.edge = {static_cast<int32_t>(source), static_cast<int32_t>(route.direction),
-              static_cast<int32_t>(route.stage)};
+              static_cast<int32_t>(route.stage), static_cast<int32_t>(route.origin)};
   key.microbatch = static_cast<int32_t>(route.microbatch);
   return key;
 }

@@ -13,8 +13,9 @@ std::string GoneText(int peer, const std::string& reason, const std::string& see
 std::string Describe(const Key& key) {
   const std::string stage = std::to_string(key.edge.stage);
   const std::string microbatch = std::to_string(key.microbatch);
-  return stage + (key.edge.direction == 0 ? "F" : "B") + microbatch + " (stage " +
-         stage + ", microbatch " + microbatch + ")";
+  return stage + kDirections[key.edge.direction] + microbatch + " (stage " + stage +
+         ", microbatch " + microbatch + ", from stage " +
+         std::to_string(key.edge.origin) + ")";
 }
 
 bool operator==(const Layout& a, const Layout& b) {

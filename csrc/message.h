@@ -31,15 +31,19 @@ class Bytes {
   size_t size_ = 0;
 };
 
-// The values that one stage consumes, sent by one rank.
+// Letters of the directions: values, their gradients, sums of shared parameters.
+constexpr char kDirections[] = "FBS";
+
+// The values that one stage consumes and another one makes.
 struct Edge {
   int32_t source = 0;     // group rank of the sender
-  int32_t direction = 0;  // 0: values ("F"), 1: their gradients ("B")
+  int32_t direction = 0;  // see kDirections
   int32_t stage = 0;      // index of the stage that consumes them
+  int32_t origin = 0;     // index of the stage that makes them
 
   bool operator<(const Edge& other) const {
-    return std::tie(source, direction, stage) <
-           std::tie(other.source, other.direction, other.stage);
+    return std::tie(source, direction, stage, origin) <
+           std::tie(other.source, other.direction, other.stage, other.origin);
   }
 };
 
@@ -61,7 +65,7 @@ struct Key {
 std::string RankName(int rank);
 // Returns the end of an error about a peer that sends and takes nothing any more.
 std::string GoneText(int peer, const std::string& reason, const std::string& seen);
-// Returns e.g. "2F0 (stage 2, microbatch 0)".
+// Returns e.g. "2F0 (stage 2, microbatch 0, from stage 1)".
 std::string Describe(const Key& key);
 
 constexpr size_t kMaxText = 512;

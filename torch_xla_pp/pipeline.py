@@ -89,7 +89,6 @@ class Pipe(_TracedPipe):
         Raises:
             ValueError: An argument does not fit.
         """
-        graph = self.stage_graph
         module: nn.Module = nn.Module()
         expected = None
         if 0 <= stage_index < self.num_stages:
@@ -106,7 +105,7 @@ class Pipe(_TracedPipe):
             sharding=sharding,
             batch_axis=batch_axis,
             remat=remat,
-            outputs_sent=graph.outputs_sent(stage_index),
+            inputs_from=None,
             expected_inputs=expected,
         )
 

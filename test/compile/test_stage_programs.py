@@ -65,7 +65,7 @@ def test_full_and_split_backward_equal_eager(mesh: Any) -> None:
         inputs = [compiled.upload(x), compiled.upload(index)]
         result = compiled.forward(inputs)
         compiled.fixed.update(result.updates)
-        for got, expected in zip(result.outputs, outputs, strict=True):
+        for got, expected in zip(result.outputs.values(), outputs, strict=True):
             assert close(got, expected)
         for i, weight in zip((0, 2, 3), weights, strict=True):
             result.live[f"tangent:{i}"] = compiled.upload(weight)
@@ -218,12 +218,28 @@ def test_a_frozen_module_has_no_backward(mesh: Any) -> None:
 
 class Returning(nn.Module):
     def forward(self, x: Tensor) -> Any:
-        return {"x": x, "note": "text"}
+        return {"x": x, "again": x, "note": "text", "none": None}
 
 
-def test_outputs_must_be_tensors(mesh: Any) -> None:
-    with pytest.raises(TypeError, match="expected tensors, got str"):
-        export_joint(Returning(), [torch.ones(2)], {})
+def test_outputs_may_have_numbers_texts_and_none_among_them() -> None:
+    joint = export_joint(Returning(), [torch.ones(2)], {})
+    assert len(joint.outputs) == 1
+    assert joint.output_template.fill([7]) == {
+        "x": 7,
+        "again": 7,
+        "note": "text",
+        "none": None,
+    }
+
+
+class ReturningASet(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x, {1, 2}
+
+
+def test_other_outputs_are_refused() -> None:
+    with pytest.raises(TypeError, match="expected tensors, .*got set. Register"):
+        export_joint(ReturningASet(), [torch.ones(2)], {})
 
 
 class Writing(nn.Module):

@@ -32,7 +32,7 @@ from torch_xla_pp.transport.native import Engine
 pytestmark = pytest.mark.worlds
 
 ROWS: Spec = ("a", None)
-NAME = Message("F", 1, 0)
+NAME = Message("F", 1, 0, 0)
 
 
 def join(**options: Any) -> tuple[XlaPpProcessGroup, InGraphTransport, int]:
@@ -60,10 +60,8 @@ def boundary_program(dump: str) -> None:
         transport.receive_route(NAME, peer, layouts()), layouts()
     )
     doubled = [value + value for value in received]
-    token = send_op(
-        transport.send_route(NAME, peer, layouts()), doubled, layouts(), kept
-    )
-    xla_compat.materialize([token])
+    token = send_op(transport.send_route(NAME, peer, layouts()), doubled, layouts())
+    xla_compat.materialize([token + kept])
     # It comes back doubled.
     found = transport.recv(NAME, peer, layouts())
     transport.settle()
@@ -179,9 +177,9 @@ def many_steps() -> None:
     for step in range(3):
         received = []
         for mb in range(40):
-            transport.send(Message("F", 1, mb), peer, values(mb + step))
+            transport.send(Message("F", 1, mb, 0), peer, values(mb + step))
         for mb in range(40):
-            received.append(transport.recv(Message("F", 1, mb), peer, layouts()))
+            received.append(transport.recv(Message("F", 1, mb, 0), peer, layouts()))
         transport.settle()
         for mb in (0, 17, 39):
             for got, want in zip(received[mb], values(mb + step), strict=True):
@@ -249,7 +247,7 @@ def test_a_minute_between_the_messages_of_two_devices_does_no_harm(
 
 def killed_between_two_shards() -> None:
     group, transport, peer = join()
-    transport.expect("F", 1, peer)
+    transport.expect(Message("F", 1, 0, 0), peer)
     if group.rank() == 0:
         transport.send(NAME, peer, values())
         xla_compat.wait_device()
@@ -279,7 +277,8 @@ def test_a_peer_killed_between_two_shards(worlds: Worlds) -> None:
     outcomes = worlds.run_outcomes(killed_between_two_shards, ranks=2, devices=2)
     assert outcomes[0].error == "Died"
     assert survivor(outcomes, 1).startswith(
-        "TransportError: recv 1F0 (stage 1, microbatch 0): rank 0 is gone: "
+        "TransportError: recv 1F0 (stage 1, microbatch 0, from stage 0): rank 0 is "
+        "gone: "
     )
 
 
@@ -288,15 +287,15 @@ def last_of_four_dies() -> None:
     group, transport, _ = join()
     rank = group.rank()
     if rank == 3:
-        transport.expect("B", 3, 2)
+        transport.expect(Message("B", 3, 0, 0), 2)
         time.sleep(2)
         os.kill(os.getpid(), signal.SIGKILL)
     with group.rendezvous.reporting():
         for mb in range(6):
-            name = Message("F", rank, mb)
+            name = Message("F", rank, mb, 0)
             received = transport.recv(name, rank + 1, layouts())
             if rank:
-                transport.send(Message("F", rank - 1, mb), rank - 1, received)
+                transport.send(Message("F", rank - 1, mb, 0), rank - 1, received)
         transport.settle()
 
 
@@ -313,9 +312,9 @@ def test_ranks_that_wait_inside_of_xla_learn_of_a_death_elsewhere(
 
 def unknown_edge() -> str:
     group, transport, peer = join()
-    transport.expect("F", 1, peer)
+    transport.expect(Message("F", 1, 0, 0), peer)
     if group.rank() == 0:
-        transport.send(Message("F", 9, 2), peer, values())
+        transport.send(Message("F", 9, 2, 0), peer, values())
     start_s = time.monotonic()
     try:
         while time.monotonic() - start_s < 20:
@@ -330,7 +329,8 @@ def unknown_edge() -> str:
 def test_a_message_that_nobody_expects_is_told_on_every_rank(worlds: Worlds) -> None:
     for text in worlds.run(unknown_edge, ranks=2, devices=2, keep_workers=True):
         assert text.startswith(
-            "TransportError: rank 1 got 9F2 (stage 9, microbatch 2) from rank 0: "
+            "TransportError: rank 1 got 9F2 (stage 9, microbatch 2, from stage 0) from "
+            "rank 0: "
         )
 
 
@@ -354,7 +354,9 @@ def test_ranks_with_other_numbers_of_devices_are_told(worlds: Worlds) -> None:
     for text in worlds.run(
         other_number_of_devices, ranks=2, devices=2, keep_workers=True
     ):
-        assert text.startswith("TransportError: recv 1F0 (stage 1, microbatch 0) from")
+        assert text.startswith(
+            "TransportError: recv 1F0 (stage 1, microbatch 0, from stage 0) from"
+        )
         assert re.search(r"expected shards .* on 2 devices .*, got .* on 4 dev", text)
 
 
@@ -382,10 +384,10 @@ def over_tcp() -> None:
         group, transport, peer = join()
         big = on_device(torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024))
         for number in range(4):
-            transport.send(Message("F", 1, number), peer, [big, *values(number)])
+            transport.send(Message("F", 1, number, 0), peer, [big, *values(number)])
         for number in range(4):
             wanted = [ShardLayout.of_tensor(big), *layouts()]
-            found = transport.recv(Message("F", 1, number), peer, wanted)
+            found = transport.recv(Message("F", 1, number, 0), peer, wanted)
             transport.settle()
             assert_same(found[0], big)
             assert_same(found[1], values(number)[0])
@@ -401,7 +403,7 @@ def test_tcp_carries_the_same(worlds: Worlds) -> None:
 def large_and_gone() -> None:
     """Send more than fits into a network's buffers, and leave the group at once."""
     group, transport, peer = join()
-    transport.expect("F", 1, peer)
+    transport.expect(Message("F", 1, 0, 0), peer)
     big = on_device(torch.arange(1 << 24, dtype=torch.float32))
     group.rendezvous.exchange("ready", None)
     if group.rank() == 0:
@@ -420,7 +422,7 @@ def test_a_farewell_does_not_overtake_a_large_message(worlds: Worlds) -> None:
 def killed_over_tcp() -> None:
     os.environ["UCX_TLS"] = "tcp"
     group, transport, peer = join()
-    transport.expect("F", 1, peer)
+    transport.expect(Message("F", 1, 0, 0), peer)
     if group.rank() == 0:
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -37,8 +37,8 @@ def values(number: int) -> list[Tensor]:
 
 
 def test_a_message_prints_as_torch_prints_actions() -> None:
-    assert str(Message("F", 2, 0)) == "2F0"
-    assert Message("B", 2, 3).title == "2B3 (stage 2, microbatch 3)"
+    assert str(Message("F", 2, 0, 0)) == "2F0"
+    assert Message("B", 2, 3, 0).title == "2B3 (stage 2, microbatch 3, from stage 0)"
 
 
 def many_messages(transport: str) -> None:
@@ -46,7 +46,7 @@ def many_messages(transport: str) -> None:
     peer = 1 - group.rank()
     layouts = [ShardLayout.of_tensor(value) for value in values(0)]
     names = [
-        Message(direction, stage, mb)
+        Message(direction, stage, mb, 0)
         for mb in range(16)
         for stage in (0, 700)
         for direction in ("F", "B")
@@ -79,7 +79,7 @@ def test_many_messages_arrive_in_any_order(worlds: Worlds, transport: str) -> No
 
 def messages_to_oneself(transport: str) -> None:
     group = start(transport=transport)
-    me, name = group.rank(), Message("F", 1, 0)
+    me, name = group.rank(), Message("F", 1, 0, 0)
     layouts = [ShardLayout.of_tensor(value) for value in values(0)]
     group.transport.send(name, me, values(3))
     found = group.transport.recv(name, me, layouts)
@@ -107,12 +107,12 @@ def around_a_ring(transport: str) -> None:
     layouts = [ShardLayout.of_tensor(value) for value in values(0)]
     for number in range(8):
         for distance in (1, 2, 3):
-            name = Message("F", distance, number)
+            name = Message("F", distance, number, 0)
             group.transport.send(name, (me + distance) % size, values(me + number))
     for number in range(8):
         for distance in (3, 1, 2):
             peer = (me - distance) % size
-            name = Message("F", distance, number)
+            name = Message("F", distance, number, 0)
             found = group.transport.recv(name, peer, layouts)
             group.transport.settle()
             assert_same(found[0], values(peer + number)[0])
@@ -125,7 +125,7 @@ def test_four_ranks_send_to_each_other_at_once(worlds: Worlds, transport: str) -
 
 def wrong_layout(transport: str) -> str:
     group = start(transport=transport)
-    name = Message("F", 1, 1)
+    name = Message("F", 1, 1, 0)
     if group.rank() == 0:
         group.transport.send(name, 1, values(0)[:1])
     try:
@@ -146,7 +146,9 @@ def test_a_message_of_another_layout_is_refused(worlds: Worlds, transport: str) 
         wrong_layout, ranks=2, devices=2, args=(transport,), keep_workers=True
     )
     for text in texts:
-        assert text.startswith("TransportError: recv 1F1 (stage 1, microbatch 1) from")
+        assert text.startswith(
+            "TransportError: recv 1F1 (stage 1, microbatch 1, from stage 0) from"
+        )
         assert "Use the same mesh, sharding and schedule on both ranks." in text
     if transport == "in_graph":
         assert "expected shards float32[2,2] int32[4,2]" in texts[1]
@@ -157,18 +159,18 @@ def one_rank_fails(transport: str) -> list[str]:
     group = start(transport=transport)
     rank, found = group.rank(), []
     layouts = [ShardLayout.of_tensor(values(0)[0])]
-    message = Message("F", 1, 0)
+    message = Message("F", 1, 0, 0)
     for step in range(2):
         start_s = time.monotonic()
         try:
             with group.rendezvous.reporting("2F0"):
                 if rank == 0:
-                    group.transport.recv(Message("F", 1, 2), 1, layouts)
+                    group.transport.recv(Message("F", 1, 2, 0), 1, layouts)
                     group.transport.settle()
                 # A leftover which the next step must not receive.
                 group.transport.send(message, 0, values(13)[:1])
                 time.sleep(0.3)
-                group.transport.send(Message("F", 1, 1), 0, values(13)[:1])
+                group.transport.send(Message("F", 1, 1, 0), 0, values(13)[:1])
                 raise ValueError(f"bad data in step {step}")
         except ValueError as error:
             found.append(str(error))
@@ -207,7 +209,7 @@ def two_seconds(transport: str) -> str:
     start_s = time.monotonic()
     try:
         if group.rank() == 0:
-            group.transport.recv(Message("B", 3, 7), 1, layouts)
+            group.transport.recv(Message("B", 3, 7, 0), 1, layouts)
             group.transport.settle()
         else:
             time.sleep(3)
@@ -219,8 +221,8 @@ def two_seconds(transport: str) -> str:
 
 def leave_after_the_last_send(transport: str) -> None:
     group = start(transport=transport)
-    message = Message("F", 1, 0)
-    group.transport.expect("F", 1, 1 - group.rank())
+    message = Message("F", 1, 0, 0)
+    group.transport.expect(Message("F", 1, 0, 0), 1 - group.rank())
     if group.rank() == 0:
         for number in range(8):
             group.transport.send(message, 1, values(number))
@@ -267,7 +269,7 @@ def test_a_timeout_names_message_peer_and_seconds(
     text, _ = worlds.run(two_seconds, ranks=2, devices=2, args=(transport,))
     assert re.match(
         r"TransportTimeout: rank 0 waited 2\S* s for rank 1: recv 3B7 \(stage 3, "
-        r"microbatch 7\)",
+        r"microbatch 7, from stage 0\)",
         text,
     )
 
@@ -302,7 +304,7 @@ def one_rank_is_killed(transport: str, victim: int) -> None:
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
     layouts = [ShardLayout.of_tensor(value) for value in values(0)]
-    group.transport.recv(Message("F", 1, 0), victim, layouts)
+    group.transport.recv(Message("F", 1, 0, 0), victim, layouts)
     group.transport.settle()
 
 
@@ -319,7 +321,10 @@ def test_a_killed_peer_is_named_at_once(
     assert outcomes[victim].error == "Died"
     left = outcomes[1 - victim]
     assert left.error == "TransportError"
-    assert f"1F0 (stage 1, microbatch 0): rank {victim} is gone: " in left.message
+    assert (
+        f"1F0 (stage 1, microbatch 0, from stage 0): rank {victim} is gone: "
+        in left.message
+    )
 
 
 SCRIPT = """

@@ -1,6 +1,6 @@
 """Compile stages: from a module to XLA programs that are traced once."""
 
-from torch_xla_pp.compile.border import ROUTE_IN, ROUTE_OUT
+from torch_xla_pp.compile.border import route_in, route_out
 from torch_xla_pp.compile.export import JointGraph, export_joint, marking_checkpoints
 from torch_xla_pp.compile.loss import LossProgram
 from torch_xla_pp.compile.partition import (
@@ -12,7 +12,12 @@ from torch_xla_pp.compile.partition import (
     partition_joint,
 )
 from torch_xla_pp.compile.program import Program
-from torch_xla_pp.compile.stage_programs import Borders, Forwarded, StagePrograms
+from torch_xla_pp.compile.stage_programs import (
+    Borders,
+    Forwarded,
+    StagePrograms,
+    tangent,
+)
 
 __all__ = [
     "Borders",
@@ -21,8 +26,6 @@ __all__ = [
     "JointGraph",
     "LossProgram",
     "Program",
-    "ROUTE_IN",
-    "ROUTE_OUT",
     "Remat",
     "StageFunctions",
     "StagePrograms",
@@ -31,4 +34,7 @@ __all__ = [
     "export_joint",
     "marking_checkpoints",
     "partition_joint",
+    "route_in",
+    "route_out",
+    "tangent",
 ]

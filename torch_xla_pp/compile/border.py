@@ -1,11 +1,16 @@
-"""What a program exchanges with other ranks, as its own first and last operations.
+"""What a stage's programs exchange with other ranks themselves.
 
-A program with borders receives values where a function has inputs, and sends values
-that the function makes or passes through. Neither need be inputs or outputs of the
-program: a value that is only sent never becomes a buffer of its own.
+A program receives first and sends last. A *border* lists the values of one message; a
+*route* tells at run time which message it is and where to (see `transport.in_graph`).
+The *token* keeps the ops: a program with borders returns one token for all.
+
+Values are kept by name, as in all of `compile`: received ones are as good as inputs,
+and sent ones are whatever the function computes, or what is passed in or received and
+only goes through. Neither need be inputs or outputs of the program: a value that is
+only sent never becomes a buffer of its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -14,51 +19,66 @@ from torch import Tensor
 from torch_xla_pp import xla_compat
 from torch_xla_pp.transport import ShardLayout, receive_op, send_op
 
-ROUTE_IN = "route:in"
-ROUTE_OUT = "route:out"
 TOKEN = "token"
+
+
+def route_in(stage: int) -> str:
+    """Return the name of the route of what comes from `stage`."""
+    return f"route:in:{stage}"
+
+
+def route_out(stage: int) -> str:
+    """Return the name of the route of what goes to `stage`."""
+    return f"route:out:{stage}"
+
+
+def is_route(name: str) -> bool:
+    """Return whether a name is that of a route."""
+    return name.startswith("route:")
 
 
 class Border(NamedTuple):
     """List the values of one message, in its order.
 
     Attributes:
+        stage: The stage on the other side.
         names: What the values are called in the functions of a stage; None for a
             value that nothing computes, which is sent as zeros.
         layouts: How they lie on the devices of this rank.
     """
 
+    stage: int
     names: tuple[str | None, ...]
     layouts: tuple[ShardLayout, ...]
 
 
-def receive(border: Border, route: Tensor) -> dict[str, Tensor]:
+def receive(border: Border, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Add the receiving of all values to the graph.
 
+    Args:
+        border: What to receive.
+        values: What the program has so far, among it the route.
+
     Returns:
-        The values that have a name, and the token.
+        The values that have a name, and a token.
     """
-    values, token = receive_op(route, border.layouts)
-    named = zip(border.names, values, strict=True)
+    received, token = receive_op(values[route_in(border.stage)], border.layouts)
+    named = zip(border.names, received, strict=True)
     return {TOKEN: token, **{name: v for name, v in named if name is not None}}
 
 
-def send(border: Border, route: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-    """Add the sending of values to the graph, behind a receive if there is one.
-
-    Returns:
-        The token of both.
-    """
+def send(border: Border, values: Mapping[str, Tensor]) -> Tensor:
+    """Add the sending of values to the graph; return a token."""
     tensors = [
         _zeros(layout) if name is None else values[name]
         for name, layout in zip(border.names, border.layouts, strict=True)
     ]
-    return send_op(route, tensors, border.layouts, values.get(TOKEN))
+    return send_op(values[route_out(border.stage)], tensors, border.layouts)
 
 
-def names_of(border: Border | None) -> Sequence[str]:
-    """Return the names that a border has."""
-    return [] if border is None else [name for name in border.names if name is not None]
+def names_of(borders: Iterable[Border]) -> list[str]:
+    """Return the names that borders have."""
+    return [name for border in borders for name in border.names if name is not None]
 
 
 def _zeros(layout: ShardLayout) -> Tensor:

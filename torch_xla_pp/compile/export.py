@@ -50,6 +50,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.graph import Template
 
 _WRAPPED = "module."
 
@@ -70,7 +71,7 @@ class JointGraph:
             the module reads from closures, globals or attributes.
         outputs: The node of each tensor output of the stage.
         outputs_need_grad: Whether each of them has a gradient.
-        output_spec: How the outputs are put together for the caller.
+        output_template: How the outputs are put together for the caller.
         buffer_updates: Buffer role → node of its new value.
         parameter_grads: Parameter role → node of its gradient.
         input_grads: Input index → node of its gradient, None where the stage's
@@ -87,7 +88,7 @@ class JointGraph:
     constants: dict[str, Tensor]
     outputs: list[fx.Node]
     outputs_need_grad: list[bool]
-    output_spec: pytree.TreeSpec
+    output_template: Template
     buffer_updates: dict[str, fx.Node] = field(default_factory=dict)
     parameter_grads: dict[str, fx.Node] = field(default_factory=dict)
     input_grads: dict[int, fx.Node | None] = field(default_factory=dict)
@@ -149,36 +150,40 @@ class _TensorsOnly(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        leaves: Sequence[Any],
-        spec: pytree.TreeSpec,
+        arguments: Template,
         cloned: frozenset[int],
         captured: Sequence[Tensor],
     ) -> None:
         super().__init__()
         self.module = module
-        self._leaves = tuple(leaves)
-        self._spec = spec
+        self._arguments = arguments
         self._cloned = cloned
         self._captured = tuple(captured)
-        self.output_spec: pytree.TreeSpec | None = None
+        self.output_template: Template | None = None
         self.found: list[Tensor] = []
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        values = iter(tensors)
-        leaves = [next(values) if x is Tensor else x for x in self._leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        with _Captures(zip(self._captured, values, strict=True)) as captures:
+        num_inputs = len(tensors) - len(self._captured)
+        args, kwargs = self._arguments.fill(tensors[:num_inputs])
+        captured = zip(self._captured, tensors[num_inputs:], strict=True)
+        with _Captures(captured) as captures:
             result = _call(self.module, args, kwargs)
         self.found = captures.found
-        outputs, self.output_spec = pytree.tree_flatten(result)
-        strange = [type(x).__name__ for x in outputs if not isinstance(x, Tensor)]
-        if strange:
-            raise TypeError(
-                f"stage outputs: expected tensors, got {', '.join(strange)}. Return "
-                "tensors only from a stage's forward."
-            )
+        self.output_template, outputs = Template.of(result)
+        _check_constants(self.output_template)
         return tuple(
             x.clone() if i in self._cloned else x for i, x in enumerate(outputs)
+        )
+
+
+def _check_constants(output: Template) -> None:
+    known = (bool, int, float, complex, str, torch.dtype, type(None))
+    strange = [type(x).__name__ for x in output.constants if not isinstance(x, known)]
+    if strange:
+        raise TypeError(
+            "stage outputs: expected tensors, numbers, texts and None in tuples, "
+            f"lists, dicts or registered dataclasses, got {', '.join(strange)}. "
+            "Register a class of your own with torch.export.register_dataclass."
         )
 
 
@@ -217,7 +222,10 @@ _DECOMPOSITIONS = {
 
 
 def export_joint(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    tensors: Sequence[Tensor] = (),
 ) -> JointGraph:
     """Trace `module` and its backward into one joint graph.
 
@@ -226,26 +234,26 @@ def export_joint(
         args: Example arguments; only shapes, dtypes and `requires_grad` of tensors
             count. Other values are built into the graph.
         kwargs: Example keyword arguments, likewise.
+        tensors: Those of the tensors that get the first roles, in this order; others
+            follow as they appear.
 
     Raises:
-        TypeError: The module returns something else than tensors.
+        TypeError: The module returns what stages cannot exchange.
         PipelineError: The module updates a parameter in its forward, or reads a
             tensor from outside that needs a gradient.
     """
-    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
-    marks = [Tensor if isinstance(x, Tensor) else x for x in leaves]
-    wrapped = _TensorsOnly(module, marks, spec, frozenset(), ())
-    joint = _export(wrapped, tensors)
+    arguments, inputs = Template.of((tuple(args), dict(kwargs)), tensors)
+    wrapped = _TensorsOnly(module, arguments, frozenset(), ())
+    joint = _export(wrapped, inputs)
     aliased, captured = _aliased_outputs(joint), wrapped.found
     _check_captured(captured)
     if aliased or captured:
-        wrapped = _TensorsOnly(module, marks, spec, aliased, captured)
-        joint = _export(wrapped, [*tensors, *captured])
-    if wrapped.output_spec is None:
+        wrapped = _TensorsOnly(module, arguments, aliased, captured)
+        joint = _export(wrapped, [*inputs, *captured])
+    if wrapped.output_template is None:
         raise PipelineError("export: the stage's forward did not run.")
-    read = _read(joint, wrapped.output_spec, _first_names(module))
-    _name_captured(read, captured, len(tensors))
+    read = _read(joint, wrapped.output_template, _first_names(module))
+    _name_captured(read, captured, len(inputs))
     return read
 
 
@@ -383,7 +391,7 @@ def _aliased_outputs(joint: Any) -> frozenset[int]:
 
 
 def _read(
-    joint: Any, output_spec: pytree.TreeSpec, first_names: dict[str, str]
+    joint: Any, output_template: Template, first_names: dict[str, str]
 ) -> JointGraph:
     """Sort the placeholders and results of a joint graph by role."""
     graph: fx.GraphModule = joint.graph_module
@@ -401,7 +409,7 @@ def _read(
         constants={},
         outputs=outputs,
         outputs_need_grad=[info.requires_grad for info in meta.output_info],
-        output_spec=output_spec,
+        output_template=output_template,
         buffer_updates={
             roles[node]: new
             for node, new in zip(mutated, results, strict=False)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.constants import Constants
@@ -12,6 +11,7 @@ from torch_xla_pp.compile.export import JointGraph, export_joint
 from torch_xla_pp.compile.partition import value_and_grads
 from torch_xla_pp.compile.program import Program
 from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.graph import Template
 
 _SCALE = "tangent:0"
 
@@ -19,15 +19,15 @@ _SCALE = "tangent:0"
 class _LossModule(nn.Module):
     """Call a loss function with the outputs put together as it expects them."""
 
-    def __init__(self, function: Callable[..., Any], spec: pytree.TreeSpec) -> None:
+    def __init__(self, function: Callable[..., Any], output: Template) -> None:
         super().__init__()
         self.function = function
-        self._spec = spec
+        self._output = output
 
     def forward(self, *tensors: Tensor) -> Any:
         """Take the tensors of the outputs, then the target."""
         *outputs, target = tensors
-        return self.function(pytree.tree_unflatten(outputs, self._spec), target)
+        return self.function(self._output.fill(outputs), target)
 
 
 class LossProgram:
@@ -38,7 +38,7 @@ class LossProgram:
 
     Args:
         function: Takes the stage's output and the target, returns a scalar.
-        output_spec: How the stage's outputs are put together.
+        output: How the stage's outputs are put together.
         inputs: Examples of the outputs' tensors and of the target; only metadata
             counts.
         shardings: Sharding of each of them; gradients get the same.
@@ -54,11 +54,11 @@ class LossProgram:
     def __init__(
         self,
         function: Callable[..., Any],
-        output_spec: pytree.TreeSpec,
+        output: Template,
         inputs: Sequence[Tensor],
         shardings: Sequence[xla_compat.OpSharding],
     ) -> None:
-        module = _LossModule(function, output_spec)
+        module = _LossModule(function, output)
         joint = export_joint(module, inputs, {})
         if any(value.requires_grad for value in inputs):
             _check(joint)

@@ -13,14 +13,16 @@ exception when broken:
 * The sharding of an output is pinned where the caller relies on it.
 """
 
+import operator
 from collections.abc import Collection, Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import border
-from torch_xla_pp.compile.border import ROUTE_IN, ROUTE_OUT, TOKEN, Border
+from torch_xla_pp.compile.border import TOKEN, Border, route_in, route_out
 from torch_xla_pp.compile.partition import Function
 from torch_xla_pp.errors import PipelineError
 
@@ -38,9 +40,10 @@ class Program:
             come from outside of the stage's own programs.
         donated: Names of the inputs whose buffers the program may reuse; they are void
             after a call.
-        received: Inputs that the program receives from another rank.
-        sent: Values that the program sends to another rank.
-        wanted: Names to return, of outputs and received values; None for the
+        received: Inputs that the program receives from other ranks.
+        sent: Values that the program sends to other ranks.
+        parts: Name of an input → names of inputs that it is the sum of.
+        wanted: Names to return, of outputs, received values and sums; None for the
             function's outputs.
 
     Attributes:
@@ -55,23 +58,22 @@ class Program:
         checked: Sequence[str] = (),
         *,
         donated: Collection[str] = (),
-        received: Border | None = None,
-        sent: Border | None = None,
+        received: Sequence[Border] = (),
+        sent: Sequence[Border] = (),
+        parts: Mapping[str, Sequence[str]] | None = None,
         wanted: Collection[str] | None = None,
     ) -> None:
         self.function = function
         self._received = received
         self._sent = sent
-        arriving = border.names_of(received)
-        made = {*function.outputs, *arriving}
-        passed = [n for n in border.names_of(sent) if n not in made]
-        inputs = [n for n in (*function.inputs, *passed) if n not in arriving]
-        inputs += [ROUTE_IN] if received is not None else []
-        inputs += [ROUTE_OUT] if sent is not None else []
-        self.inputs = tuple(dict.fromkeys(inputs))
-        kept = function.outputs if wanted is None else (*function.outputs, *arriving)
+        used = {*function.inputs, *border.names_of(sent), *(wanted or ())}
+        self._parts = {n: p for n, p in (parts or {}).items() if n in used}
+        arriving = [*border.names_of(received), *self._parts]
+        self.inputs = self._needed(arriving)
+        made = (*function.outputs, *arriving)
+        kept = function.outputs if wanted is None else made
         outputs = [n for n in dict.fromkeys(kept) if wanted is None or n in wanted]
-        has_border = received is not None or sent is not None
+        has_border = bool(received or sent)
         self.outputs = (*outputs, TOKEN) if has_border else tuple(outputs)
         self._pins = {n: pins[n] for n in function.outputs if n in pins}
         self._checked = [i for i, n in enumerate(self.inputs) if n in checked]
@@ -82,6 +84,17 @@ class Program:
         self._names: list[str] = []
         self._captured: dict[str, Tensor] = {}
         self._has_seed = False
+
+    def _needed(self, arriving: Collection[str]) -> tuple[str, ...]:
+        """Return the names of what a call must pass in."""
+        made = {*self.function.outputs, *arriving}
+        sent = [n for n in border.names_of(self._sent) if n not in made]
+        parts = [part for parts in self._parts.values() for part in parts]
+        read = (*self.function.inputs, *sent, *parts)
+        routes = [route_in(b.stage) for b in self._received]
+        routes += [route_out(b.stage) for b in self._sent]
+        needed = [n for n in read if n not in arriving]
+        return tuple(dict.fromkeys([*needed, *routes]))
 
     def __call__(
         self, values: Mapping[str, Tensor], seed: int = 0
@@ -127,14 +140,19 @@ class Program:
 
     def _compute(self, values: dict[str, Tensor]) -> list[Tensor]:
         """Receive, run the function and send; all of it pending."""
-        if self._received is not None:
-            values |= border.receive(self._received, values[ROUTE_IN])
+        tokens = []
+        for received in self._received:
+            values |= border.receive(received, values)
+            tokens.append(values[TOKEN])
+        for name, parts in self._parts.items():
+            values[name] = reduce(operator.add, [values[part] for part in parts])
         results = self.function.module(*(values[n] for n in self.function.inputs))
         values |= zip(self.function.outputs, results, strict=True)
         for name, sharding in self._pins.items():
             xla_compat.annotate(values[name], sharding)
-        if self._sent is not None:
-            values[TOKEN] = border.send(self._sent, values[ROUTE_OUT], values)
+        tokens += [border.send(sent, values) for sent in self._sent]
+        if tokens:
+            values[TOKEN] = reduce(operator.add, tokens)
         return [values[name] for name in self.outputs]
 
     def _map_parameters(self, args: list[Tensor], outputs: list[Tensor]) -> None:

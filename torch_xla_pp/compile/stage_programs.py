@@ -5,18 +5,19 @@ the stage: parameters, buffers, constants and gradient sums. `live` values belon
 one microbatch and die with its backward.
 
 Where a stage has *borders*, its programs receive and send themselves: the values of a
-border are then neither passed in nor returned, but `route:in` and `route:out` are
-passed in.
+border are then neither passed in nor returned, but its route is passed in. Where an
+output has several consumers, each gives a *part* of its gradient, under the name
+that `tangent_name` tells, and the backward adds them up.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile.border import ROUTE_IN, ROUTE_OUT, Border
+from torch_xla_pp.compile import border
+from torch_xla_pp.compile.border import Border, is_route
 from torch_xla_pp.compile.constants import Constants
 from torch_xla_pp.compile.export import JointGraph
 from torch_xla_pp.compile.partition import (
@@ -35,34 +36,56 @@ Layouts = Mapping[int, ShardLayout]
 
 
 class Borders(NamedTuple):
-    """Say which values the programs of a stage exchange with other ranks themselves.
+    """Say which values the programs of a stage exchange with other stages.
 
-    Each maps the index of an input or output to its layout, in the order of the
-    message; an empty one means that there is no such message.
+    The first four are messages that the programs receive and send themselves: stage on
+    the other side → index of an input or output → its layout, in the order of the
+    message.
 
     Attributes:
         inputs: Inputs that the forward receives.
         outputs: Outputs that the forward sends.
         tangents: Outputs whose gradients the backward receives.
         grads: Inputs whose gradients the backward sends.
+        consumers: Output index → the stages that use it.
+        returned: Outputs that the forward returns, None for all.
+        handed_on: Received inputs that the forward returns.
     """
 
-    inputs: Layouts = {}
-    outputs: Layouts = {}
-    tangents: Layouts = {}
-    grads: Layouts = {}
+    inputs: Mapping[int, Layouts] = {}
+    outputs: Mapping[int, Layouts] = {}
+    tangents: Mapping[int, Layouts] = {}
+    grads: Mapping[int, Layouts] = {}
+    consumers: Mapping[int, Sequence[int]] = {}
+    returned: Collection[int] | None = None
+    handed_on: Collection[int] = ()
+
+    def tangent_name(self, index: int, consumer: int) -> str:
+        """Return the name of the gradient of an output that a consumer gives."""
+        is_one = len(self.consumers[index]) == 1
+        return tangent(index) if is_one else f"{tangent(index)}@{consumer}"
+
+    def tangent_parts(self) -> dict[str, list[str]]:
+        """Return what gradients are the sum of, where there are several parts."""
+        return {
+            tangent(index): [self.tangent_name(index, c) for c in consumers]
+            for index, consumers in self.consumers.items()
+            if len(consumers) > 1
+        }
 
 
 class Forwarded(NamedTuple):
     """Hold what the forward of one microbatch gives.
 
     Attributes:
-        outputs: Tensor outputs of the stage, in order; none if they were sent.
+        outputs: Output index → tensor, of those that are returned.
+        received: Input index → tensor, of those that are handed on.
         live: What the backward of this microbatch will read.
         updates: Buffer role → new value.
     """
 
-    outputs: list[Tensor]
+    outputs: dict[int, Tensor]
+    received: dict[int, Tensor]
     live: Values
     updates: Values
 
@@ -93,33 +116,34 @@ class StagePrograms:
         borders = borders or Borders()
         functions = partition_joint(joint, remat)
         self._functions = functions
-        self.output_spec: pytree.TreeSpec = joint.output_spec
+        self.output_template = joint.output_template
         self._constants = Constants(joint.constants)
         pins = _pins(functions, output_shardings, input_shardings, fixed_shardings)
         inputs = [f"input:{i}" for i in range(len(input_shardings))]
-        tangents = [f"tangent:{i}" for i in range(len(output_shardings))]
-        arriving = _border([f"input:{i}" for i in borders.inputs], borders.inputs)
-        leaving = _border(
-            [functions.outputs[i] for i in borders.outputs], borders.outputs
-        )
-        coming_back = _border(
-            [f"tangent:{i}" for i in borders.tangents], borders.tangents
-        )
-        going_back = _border(
-            [functions.input_grads.get(i) for i in borders.grads], borders.grads
-        )
+        parts = borders.tangent_parts()
+        tangents = [tangent(i) for i in range(len(output_shardings))]
+        tangents += [part for names in parts.values() for part in names]
+        arriving = _borders(borders.inputs, lambda i, _: f"input:{i}")
+        leaving = _borders(borders.outputs, lambda i, _: functions.outputs[i])
+        coming_back = _borders(borders.tangents, borders.tangent_name)
+        going_back = _borders(borders.grads, lambda i, _: functions.input_grads.get(i))
         # What the caller gets; gradients that are sent are not among it.
-        grads = set() if going_back else {*functions.input_grads.values(), None}
+        sent = {index for layouts in borders.grads.values() for index in layouts}
+        self._input_grads = {
+            i: name for i, name in functions.input_grads.items() if i not in sent
+        }
+        grads = {*self._input_grads.values()}
         sums = {*functions.parameter_grads.values()}
         # A backward of inputs alone receives for the rest of the backward, too.
-        has_first = functions.backward_input is not None or going_back is not None
+        has_first = functions.backward_input is not None or bool(going_back)
         donated = [accumulator(role) for role in functions.parameter_grads]
         self._backward_weight = _program(
             functions.backward_weight,
             pins,
             tangents,
             donated=donated,
-            received=None if has_first else coming_back,
+            received=() if has_first else coming_back,
+            parts={} if has_first else parts,
         )
         self._backward_input = _program(
             functions.backward_input,
@@ -127,6 +151,7 @@ class StagePrograms:
             tangents,
             received=coming_back,
             sent=going_back,
+            parts=parts,
             wanted=grads | _reads(self._backward_weight),
         )
         self._backward = _program(
@@ -136,17 +161,24 @@ class StagePrograms:
             donated=donated,
             received=coming_back,
             sent=going_back,
+            parts=parts,
             wanted=grads | sums,
         )
         kept = _reads(self._backward) | _reads(self._backward_input)
         first = self._backward_input
         made = set() if first is None else set(first.outputs)
         kept |= _reads(self._backward_weight) - made
-        if not going_back:
-            kept |= {n for n in functions.input_grads.values() if n is not None}
-        self._kept = kept - {ROUTE_IN, ROUTE_OUT}
-        self._outputs = () if leaving else functions.outputs
-        results = {*self._outputs, *functions.buffer_updates.values()}
+        kept |= {n for n in self._input_grads.values() if n is not None}
+        self._kept = {name for name in kept if not is_route(name)}
+        returned = borders.returned
+        self._outputs = {
+            index: name
+            for index, name in enumerate(functions.outputs)
+            if returned is None or index in returned
+        }
+        self._handed_on = {index: f"input:{index}" for index in borders.handed_on}
+        results = {*self._outputs.values(), *self._handed_on.values()}
+        results |= set(functions.buffer_updates.values())
         self._forward = Program(
             functions.forward,
             pins,
@@ -163,7 +195,6 @@ class StagePrograms:
             sent=leaving,
             wanted=results,
         )
-        self._sends_grads = going_back is not None
         self._sum_pins = {
             accumulator(role): fixed_shardings[role]
             for role in functions.parameter_grads
@@ -225,11 +256,11 @@ class StagePrograms:
             live: What `forward` kept, with `tangent:` entries added.
 
         Returns:
-            Input index → gradient (None for zero), nothing if the program sends them,
-            and the new `sum:` entries.
+            Input index → gradient (None for zero) of those that the program does not
+            send, and the new `sum:` entries.
         """
         results = self._run(self._backward, fixed, live)
-        return self._input_grads({**live, **results}), self._sums(results)
+        return self._returned_grads({**live, **results}), self._sums(results)
 
     def backward_input(
         self, fixed: Mapping[str, Tensor], live: Values
@@ -243,7 +274,7 @@ class StagePrograms:
         everything = {**live, **results}
         reads = _reads(self._backward_weight)
         residual = {n: v for n, v in everything.items() if n in reads}
-        return self._input_grads(everything), residual
+        return self._returned_grads(everything), residual
 
     def backward_weight(self, fixed: Mapping[str, Tensor], live: Values) -> Values:
         """Enqueue the rest of the backward; return the new `sum:` entries.
@@ -266,7 +297,8 @@ class StagePrograms:
         everything = {**values, **results}
         kept = {**live, **results} if is_kept else {}
         return Forwarded(
-            outputs=[everything[name] for name in self._outputs],
+            outputs={i: everything[n] for i, n in self._outputs.items()},
+            received={i: everything[n] for i, n in self._handed_on.items()},
             live={name: value for name, value in kept.items() if name in self._kept},
             updates={
                 role: results[name]
@@ -281,12 +313,10 @@ class StagePrograms:
             return {}
         return program({**fixed, **self._constants.values(), **live})
 
-    def _input_grads(self, values: Values) -> dict[int, Tensor | None]:
-        if self._sends_grads:
-            return {}
+    def _returned_grads(self, values: Values) -> dict[int, Tensor | None]:
         return {
             index: None if name is None else values[name]
-            for index, name in self._functions.input_grads.items()
+            for index, name in self._input_grads.items()
         }
 
     def _sums(self, results: Values) -> Values:
@@ -297,8 +327,23 @@ class StagePrograms:
         }
 
 
-def _border(names: Sequence[str | None], layouts: Layouts) -> Border | None:
-    return Border(tuple(names), tuple(layouts.values())) if layouts else None
+def tangent(index: int) -> str:
+    """Return the name of the gradient of an output."""
+    return f"tangent:{index}"
+
+
+def _borders(
+    messages: Mapping[int, Layouts], name_of: Callable[[int, int], str | None]
+) -> list[Border]:
+    """Return the borders of messages; `name_of` takes an index and a stage."""
+    return [
+        Border(
+            stage,
+            tuple(name_of(index, stage) for index in layouts),
+            tuple(layouts.values()),
+        )
+        for stage, layouts in messages.items()
+    ]
 
 
 def _program(
@@ -307,12 +352,14 @@ def _program(
     checked: Sequence[str],
     *,
     donated: Sequence[str] = (),
-    received: Border | None,
-    sent: Border | None = None,
+    received: Sequence[Border],
+    parts: Mapping[str, Sequence[str]],
+    sent: Sequence[Border] = (),
     wanted: set[str | None] | None = None,
 ) -> Program | None:
     """Make a program unless there is nothing for it to do."""
-    if function is None and sent is None:
+    has_passing = not {*border.names_of(received), *parts}.isdisjoint(wanted or ())
+    if function is None and not sent and not has_passing:
         return None
     return Program(
         function or _nothing(),
@@ -321,12 +368,13 @@ def _program(
         donated=donated,
         received=received,
         sent=sent,
+        parts=parts,
         wanted=None if wanted is None else {n for n in wanted if n is not None},
     )
 
 
 def _nothing() -> Function:
-    """Return a function that computes nothing, for a program that only sends."""
+    """Return a function that computes nothing, for a program that passes on."""
     graph = fx.Graph()
     graph.output(())
     module = fx.GraphModule(nn.Module(), graph)

@@ -1,11 +1,11 @@
 """Hand values from stage to stage, on one rank or between two."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
+from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.transport import (
-    Direction,
     InGraphTransport,
     Message,
     ShardLayout,
@@ -28,10 +28,10 @@ class Exchange:
         """Return what carries the values between ranks."""
         return self._group.transport.name
 
-    def expect(self, direction: Direction, stage: int, rank: int) -> None:
-        """Make ready for what a stage of group rank `rank` will send."""
+    def expect(self, message: Message, rank: int) -> None:
+        """Make ready for messages of an edge from a stage of group rank `rank`."""
         if rank != self._group.rank():
-            self._group.transport.expect(direction, stage, rank)
+            self._group.transport.expect(message, rank)
 
     def is_in_graph(self, rank: int) -> bool:
         """Return whether programs exchange values with group rank `rank` themselves."""
@@ -59,19 +59,38 @@ class Exchange:
         self._group.transport.settle()
 
     def send(self, message: Message, rank: int, values: Sequence[Tensor]) -> None:
-        """Send `values` to a stage of group rank `rank`; does not wait for it."""
-        if rank == self._group.rank():
-            self._group.mailbox[message] = list(values)
-        else:
-            self._group.transport.send(message, rank, values)
+        """Send `values` to group rank `rank`; does not wait for it."""
+        self._group.transport.send(message, rank, values)
 
     def receive(
         self, message: Message, rank: int, layouts: Sequence[ShardLayout]
     ) -> list[Tensor]:
-        """Return the values of `message` from a stage of group rank `rank`."""
-        if rank == self._group.rank():
-            return self._group.mailbox.pop(message)
+        """Return the values of `message` from group rank `rank`."""
         return self._group.transport.recv(message, rank, layouts)
+
+    def give(self, message: Message, values: Mapping[int, Tensor]) -> None:
+        """Lay values of a message ready for a stage of this rank, by slot.
+
+        Several stages may give parts of one message.
+        """
+        self._group.mailbox.setdefault(message, {}).update(values)
+
+    def take(self, message: Message, slots: Collection[int]) -> dict[int, Tensor]:
+        """Return what stages of this rank have given of a message.
+
+        Raises:
+            PipelineError: Something was not given yet.
+        """
+        values = self._group.mailbox.pop(message, {})
+        missing = [slot for slot in slots if slot not in values]
+        if missing:
+            raise PipelineError(
+                f"message {message.title}: expected its values from a stage of this "
+                f"rank, got none for {len(missing)} of {len(slots)}. Correct the "
+                "schedule: a stage runs after those whose values it takes, and of "
+                "several that take one value, that of the lowest index runs first."
+            )
+        return values
 
     @property
     def _in_graph(self) -> InGraphTransport:

@@ -1,7 +1,7 @@
 """What ranks and stages tell each other before the first step of each kind.
 
 Two rounds: every rank *claims* its stages, so that all ranks know at once whether the
-claims fit together; then every stage *offers* the next one what it will send.
+claims fit together; then every stage *offers* what it makes, for those that take it.
 """
 
 import uuid
@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch_xla_pp.errors import PlanError, StageShapeError
+from torch_xla_pp.graph import Template
 from torch_xla_pp.mesh import TensorSpec
+from torch_xla_pp.plan import StageInputs, Wiring
 from torch_xla_pp.transport import Rendezvous
 
 
@@ -24,6 +26,7 @@ class Claim:
         num_microbatches: Number of microbatches of the schedule.
         schedule: Name of the schedule's class.
         transport: Name of what carries values between ranks.
+        inputs: What each of the stages takes from others.
         key: A text of the rank's own that no other handshake has.
     """
 
@@ -32,40 +35,55 @@ class Claim:
     num_microbatches: int
     schedule: str
     transport: str
+    inputs: tuple[StageInputs, ...]
     key: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """State what a stage sends to the next one for every microbatch.
+    """State what a stage makes for every microbatch.
 
     Args:
-        values: The values, in the order of the next stage's inputs.
+        output: The structure of its output.
+        values: The tensors of the output.
         rows: Size of the batch dimension of a microbatch.
         num_random: How many random operations the stages so far have.
     """
 
+    output: Template
     values: tuple[TensorSpec, ...]
     rows: int
     num_random: int = 0
 
 
-def agree_on_stages(rendezvous: Rendezvous, claim: Claim) -> str:
+def agree_on_stages(rendezvous: Rendezvous, claim: Claim) -> tuple[str, Wiring]:
     """Compare the claims of all ranks; every rank must call it.
 
     Returns:
-        The key of this handshake, equal on all ranks.
+        The key of this handshake, equal on all ranks, and how the stages are wired.
 
     Raises:
         PlanError: The claims do not make one pipeline; raised on every rank.
     """
     claims = rendezvous.exchange("claim", claim)
     faults = claim_faults(claims)
-    if faults:
+    wiring = None if faults else wiring_of(claims)
+    if wiring is None or (faults := wiring.faults()):
         raise PlanError(
             "pipeline: the ranks do not build one pipeline:\n  " + "\n  ".join(faults)
         )
-    return str(claims[0].key)
+    return str(claims[0].key), wiring
+
+
+def wiring_of(claims: Sequence[Claim]) -> Wiring:
+    """Put the claims of the ranks together, which must have no faults."""
+    found = {
+        stage: (inputs, rank)
+        for rank, claim in enumerate(claims)
+        for stage, inputs in zip(claim.stages, claim.inputs, strict=True)
+    }
+    ordered = [found[stage] for stage in range(len(found))]
+    return Wiring(inputs=[i for i, _ in ordered], ranks=[rank for _, rank in ordered])
 
 
 def claim_faults(claims: Sequence[Claim]) -> list[str]:
@@ -100,11 +118,14 @@ def claim_faults(claims: Sequence[Claim]) -> list[str]:
     return faults
 
 
-def check_fits(stage: int, offered: Sequence[TensorSpec], own: Sequence[str]) -> None:
-    """Refuse an offer that differs from what a stage declares to take.
+def check_fits(
+    stage: int, source: str, offered: Sequence[TensorSpec], own: Sequence[str]
+) -> None:
+    """Refuse values that differ from what a stage declares to take.
 
     Args:
-        stage: The stage that takes the offer.
+        stage: The stage that takes them.
+        source: Who offers them.
         offered: What is offered.
         own: What the stage expects, as texts of `TensorSpec`.
 
@@ -114,7 +135,6 @@ def check_fits(stage: int, offered: Sequence[TensorSpec], own: Sequence[str]) ->
     got = [str(spec) for spec in offered]
     if got == list(own):
         return
-    source = "the batch" if stage == 0 else f"stage {stage - 1}"
     raise StageShapeError(
         f"stage {stage}: expected inputs {', '.join(own)}, got {', '.join(got)} from "
         f"{source}. Make shapes and dtypes equal: check the batch size, the number of "
@@ -123,12 +143,12 @@ def check_fits(stage: int, offered: Sequence[TensorSpec], own: Sequence[str]) ->
 
 
 def offer(rendezvous: Rendezvous, key: str, stage: int, value: Offer) -> None:
-    """Tell stage `stage` what it will receive, in the handshake named `key`."""
+    """Tell what stage `stage` makes, in the handshake named `key`."""
     rendezvous.publish(f"offer/{key}/{stage}", value)
 
 
 def await_offer(rendezvous: Rendezvous, key: str, stage: int, from_rank: int) -> Offer:
-    """Wait until the previous stage has told what stage `stage` will receive."""
+    """Wait until the rank of stage `stage` has told what the stage makes."""
     found = rendezvous.read(f"offer/{key}/{stage}", from_rank)
     if not isinstance(found, Offer):
         raise PlanError(

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import LossProgram
 from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.graph import Template
 from torch_xla_pp.mesh import TensorSpec
 from torch_xla_pp.runtime.captured import captured_by
 from torch_xla_pp.runtime.placement import Placement
@@ -28,7 +28,7 @@ class _Key(NamedTuple):
     """State what a compiled loss is for."""
 
     inputs: tuple[TensorSpec, ...]
-    output_spec: pytree.TreeSpec
+    output: Template
     autocast: torch.dtype | None
     captured: tuple[Any, ...]
 
@@ -77,10 +77,10 @@ class StageLoss:
         """
         if not isinstance(target, Tensor):
             return self.function(output, target), None
-        outputs, structure = pytree.tree_flatten(output)
+        template, outputs = Template.of(output)
         partition = self._placement.batch_partition(tuple(target.shape), rows)
         wanted = (*specs, spec_of(target, partition, False))
-        key = _Key(wanted, structure, autocast_dtype(), self._captured)
+        key = _Key(wanted, template, autocast_dtype(), self._captured)
         if key not in self._programs:
             self._programs[key] = self._compile(key)
         program = self._programs[key]
@@ -94,7 +94,7 @@ class StageLoss:
         examples = [example_of(spec) for spec in key.inputs]
         shardings = [self._placement.sharding(spec.partition) for spec in key.inputs]
         try:
-            return LossProgram(self.function, key.output_spec, examples, shardings)
+            return LossProgram(self.function, key.output, examples, shardings)
         except PipelineError:
             raise
         except Exception as error:

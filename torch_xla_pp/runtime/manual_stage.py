@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torch_xla_pp.compile import Remat
 from torch_xla_pp.mesh import Partition
+from torch_xla_pp.plan import InputsFrom
 from torch_xla_pp.runtime.placement import AUTO, BatchAxis
 from torch_xla_pp.runtime.stage import XlaPipelineStage
 
@@ -35,6 +36,11 @@ class PipelineStage(XlaPipelineStage):
         sharding: Glob pattern on parameter names → mesh axis per dimension.
         batch_axis: Mesh axis that splits the batch; "auto" takes the axis called
             "data" if there is one.
+        inputs_from: Which stages make the first arguments of the module: `[0, (1, 2)]`
+            for the output of stage 0 and item 2 of that of stage 1, `{"x": 0}` for
+            keyword arguments, `[]` for none; None for the previous stage, the items
+            of whose output are taken one by one. Further arguments are those of the
+            schedule's `step` on this rank.
         remat: Which forward values the backward computes again: "none" for those under
             `torch.utils.checkpoint` only, "full" for all, or the ops whose results
             are kept, e.g. `[torch.ops.aten.mm.default]`.
@@ -61,6 +67,7 @@ class PipelineStage(XlaPipelineStage):
         mesh: Any | None = None,
         sharding: Mapping[str, Partition] | None = None,
         batch_axis: BatchAxis = AUTO,
+        inputs_from: InputsFrom | None = None,
         remat: Remat = "none",
     ) -> None:
         if dw_builder is not None:
@@ -77,6 +84,7 @@ class PipelineStage(XlaPipelineStage):
             mesh=mesh,
             sharding=sharding,
             batch_axis=batch_axis,
+            inputs_from=inputs_from,
             remat=remat,
             expected_inputs=_tensors("input_args", input_args),
             expected_outputs=_tensors("output_args", output_args),

@@ -51,6 +51,7 @@ class Placement:
         self.local = LocalMesh(names=names, shape=tuple(mesh.mesh_shape))
         self._mesh = mesh
         self._layouts: dict[TensorSpec, ShardLayout] = {}
+        self._zeros: dict[TensorSpec, Tensor] = {}
         self._batch_axis = batch_axis
         wanted = (batch_axis,) if isinstance(batch_axis, str) else batch_axis or ()
         unknown = [name for name in wanted if name not in names]
@@ -119,5 +120,8 @@ class Placement:
         return value
 
     def zeros(self, spec: TensorSpec) -> Tensor:
-        """Return zeros on the device, laid out as `spec` says."""
-        return self.place(torch.zeros(spec.shape, dtype=spec.dtype), spec.partition)
+        """Return zeros on the device, laid out as `spec` says; made once."""
+        if spec not in self._zeros:
+            value = torch.zeros(spec.shape, dtype=spec.dtype)
+            self._zeros[spec] = self.place(value, spec.partition)
+        return self._zeros[spec]

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import Borders, JointGraph, Remat, StagePrograms, export_joint
+from torch_xla_pp.compile import JointGraph, Remat, StagePrograms, export_joint
 from torch_xla_pp.errors import PipelineError, StageShapeError
+from torch_xla_pp.graph import Template
 from torch_xla_pp.mesh import Partition, TensorSpec
+from torch_xla_pp.plan import Fan, Value
+from torch_xla_pp.runtime.links import Links
 from torch_xla_pp.runtime.memory import Sizes
 from torch_xla_pp.runtime.module_state import ModuleState
 from torch_xla_pp.runtime.placement import Placement
@@ -94,14 +97,14 @@ class Variant(NamedTuple):
     Attributes:
         programs: The compiled programs.
         outputs: What the stage's outputs look like.
-        borders: What the programs exchange with other ranks themselves.
+        links: What is exchanged with other stages.
         num_random: How many random operations the stage has.
         sizes: Bytes of the values that the programs exchange.
     """
 
     programs: StagePrograms
     outputs: tuple[TensorSpec, ...]
-    borders: Borders
+    links: Links
     num_random: int
     sizes: Sizes
 
@@ -114,7 +117,12 @@ class StagePlan:
         stage: Index of the stage.
         num_microbatches: Microbatches per step.
         rows: Rows of a microbatch.
-        received: What the previous stage sends; empty on the first stage.
+        arguments: Structure of what other stages give.
+        values: The values that they give, by slot of `arguments`.
+        received: What these look like.
+        parameters: Names of the keyword arguments that the schedule may pass in, None
+            for any.
+        fans: How the values of each producer reach their consumers.
         random_before: How many random operations earlier stages have.
         remat: Which forward values the backward computes again.
         given: Tensors that the schedule passes in.
@@ -125,7 +133,11 @@ class StagePlan:
     stage: int
     num_microbatches: int
     rows: int
+    arguments: Template
+    values: tuple[Value, ...]
     received: tuple[TensorSpec, ...]
+    parameters: frozenset[str] | None
+    fans: Mapping[int, Fan]
     random_before: int
     remat: Remat
     given: tuple[TensorSpec, ...]
@@ -138,12 +150,16 @@ class StagePlan:
         """Return all tensor inputs, received ones first."""
         return self.received + self.given
 
+    def takes(self, name: str) -> bool:
+        """Return whether the schedule may pass in a keyword argument."""
+        return self.parameters is None or name in self.parameters
+
     def variant(
         self,
         module: nn.Module,
         placement: Placement,
         state: ModuleState,
-        borders: Callable[[tuple[TensorSpec, ...]], Borders],
+        link: Callable[[tuple[TensorSpec, ...], Template], Links],
     ) -> Variant:
         """Return what the module is in its present mode, traced when new.
 
@@ -151,7 +167,7 @@ class StagePlan:
             module: The stage's module.
             placement: How its values lie on the devices.
             state: Its parameters and buffers.
-            borders: Says for its outputs what the programs exchange with other ranks.
+            link: Says for its outputs what is exchanged with other stages.
 
         Raises:
             StageShapeError: The module cannot run on the inputs, or its outputs are
@@ -169,33 +185,40 @@ class StagePlan:
                 for value, needs_grad in joint.example_outputs
             )
             self._check_outputs(outputs)
-            own = borders(outputs)
+            links = link(outputs, joint.output_template)
             programs = StagePrograms(
                 joint,
                 [placement.sharding(spec.partition) for spec in outputs],
                 [placement.sharding(spec.partition) for spec in self.inputs],
                 state.shardings(),
-                own,
+                links.borders,
                 remat=self.remat,
             )
             self._variants[mode] = Variant(
-                programs, outputs, own, joint.num_random, Sizes()
+                programs, outputs, links, joint.num_random, Sizes()
             )
         return self._variants[mode]
 
     def _export(self, module: nn.Module) -> JointGraph:
         received = [example_of(spec) for spec in self.received]
-        args, kwargs = self.signature.fill([example_of(spec) for spec in self.given])
+        given = [example_of(spec) for spec in self.given]
+        args, kwargs = self.arguments.fill(received)
+        more_args, more_kwargs = self.signature.fill(given)
         try:
-            return export_joint(module, [*received, *args], kwargs)
+            return export_joint(
+                module,
+                [*args, *more_args],
+                {**kwargs, **more_kwargs},
+                [*received, *given],
+            )
         except PipelineError:
             raise
         except Exception as error:
             inputs = ", ".join(map(str, self.inputs))
             raise StageShapeError(
                 f"stage {self.stage}: its module cannot run on inputs ({inputs}): "
-                f"{type(error).__name__}: {error}\nCheck that the previous stage "
-                "makes what this one takes."
+                f"{type(error).__name__}: {error}\nCheck that the stages before "
+                "make what this one takes."
             ) from error
 
     def _check_outputs(self, specs: Sequence[TensorSpec]) -> None:

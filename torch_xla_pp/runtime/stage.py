@@ -11,32 +11,27 @@ microbatches before it enters the last stage's backward.
 
 import contextlib
 import hashlib
+import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import (
-    ROUTE_IN,
-    ROUTE_OUT,
-    Borders,
-    Forwarded,
-    Remat,
-    StagePrograms,
-    check_remat,
-)
+from torch_xla_pp.compile import Remat, StagePrograms, check_remat, tangent
 from torch_xla_pp.errors import PipelineError, StageShapeError
+from torch_xla_pp.graph import Template
 from torch_xla_pp.mesh import Partition, TensorSpec
+from torch_xla_pp.plan import InputsFrom, StageInputs, Wiring
 from torch_xla_pp.runtime import handshake
 from torch_xla_pp.runtime.exchange import Exchange
 from torch_xla_pp.runtime.handshake import Claim, Offer
+from torch_xla_pp.runtime.links import Ends, Links
 from torch_xla_pp.runtime.loss import StageLoss
 from torch_xla_pp.runtime.memory import Shelf, StageMemory
 from torch_xla_pp.runtime.module_state import ModuleState
@@ -55,14 +50,14 @@ from torch_xla_pp.runtime.torch_compat import (
     Schedule,
     calling_schedule,
     grad_scale,
+    has_merge_spec,
     local_stages,
     loss_function,
+    merge_outputs_as,
     num_microbatches,
     set_loss_function,
 )
-from torch_xla_pp.transport import Direction, Message, of_group
-
-T = TypeVar("T")
+from torch_xla_pp.transport import Message, of_group
 
 _MANY_PLANS = 8
 
@@ -74,6 +69,8 @@ class _Drive:
     """Hold what a stage knows about one schedule that drives it."""
 
     kinds: StepKinds
+    wiring: Wiring
+    is_merge_given: bool
     loss: StageLoss | None = None
     plans: dict[int, StagePlan] = field(default_factory=dict)
 
@@ -97,7 +94,8 @@ class XlaPipelineStage(SilentStage):
         remat: Which forward values the backward computes again: "none" for those under
             `torch.utils.checkpoint` only, "full" for all, or the ops whose results
             are kept, e.g. `[torch.ops.aten.mm.default]`.
-        outputs_sent: Which outputs the next stage takes, in its order; None for all.
+        inputs_from: Which stages make the first arguments, see `InputsFrom`; None for
+            the previous stage, whose output's items are taken one by one.
         expected_inputs: What the positional inputs must look like, None if anything
             the module takes is right.
         expected_outputs: What the outputs must look like, likewise.
@@ -119,7 +117,7 @@ class XlaPipelineStage(SilentStage):
         sharding: Mapping[str, Partition] | None = None,
         batch_axis: BatchAxis = AUTO,
         remat: Remat = "none",
-        outputs_sent: Sequence[int] | None = None,
+        inputs_from: InputsFrom | None = None,
         expected_inputs: Sequence[Tensor] | None = None,
         expected_outputs: Sequence[Tensor] | None = None,
     ) -> None:
@@ -128,12 +126,12 @@ class XlaPipelineStage(SilentStage):
             _check_index(stage_index, num_stages)
             _check_device(device)
             check_remat(remat)
+            self._inputs_from = StageInputs.of(stage_index, inputs_from)
             super().__init__(submodule, stage_index, num_stages, device, group)
             self._placement = Placement(mesh, batch_axis)
             self._state = ModuleState(submodule, self._placement, sharding or {})
         self._exchange = Exchange(self._pg)
         self._remat = remat
-        self._outputs_sent = outputs_sent
         self._expected_inputs = expected_inputs
         self._expected_outputs = expected_outputs
         self._drives: WeakKeyDictionary[Schedule, _Drive] = WeakKeyDictionary()
@@ -141,7 +139,6 @@ class XlaPipelineStage(SilentStage):
         self._current: StagePlan | None = None
         self._shelf = Shelf()
         self._leaves: dict[int, list[Tensor]] = {}
-        self._zeros: dict[TensorSpec, Tensor] = {}
         self._last_forward = 0
         self._num_done = 0
         self._num_steps = 0
@@ -188,27 +185,19 @@ class XlaPipelineStage(SilentStage):
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None = None,
     ) -> tuple[Any, ...]:
-        """Agree with the other ranks and stages on what will be sent.
+        """Agree with the other ranks on the stages and where they are.
 
-        Steps of other kinds agree on theirs when they come, see `_begin_step`.
+        What will be sent is agreed on at the first forward of each kind of step, see
+        `_begin_step`: it needs the arguments of all stages.
 
         Raises:
             PlanError: The ranks do not build one pipeline.
-            StageShapeError: This stage cannot take what the previous one makes.
         """
+        self.chunks = num_microbatches
         schedule = self._driver()
         stages = local_stages(schedule)
         if stages[0] is self:
             self._claim(schedule, stages)
-        with self._reporting():
-            self.chunks = num_microbatches
-            if not self.is_first:
-                self._exchange.expect("F", self.stage_index, self._rank_of(-1))
-            if not self.is_last:
-                self._exchange.expect("B", self.stage_index, self._rank_of(1))
-            self._current = self._begin_step(args, kwargs)
-        if stages[-1] is self:
-            self._pg.rendezvous.exchange("ready", None)
         return ()
 
     def _claim(self, schedule: Schedule, stages: Sequence[Any]) -> None:
@@ -218,14 +207,28 @@ class XlaPipelineStage(SilentStage):
             num_microbatches=num_microbatches(schedule),
             schedule=type(schedule).__name__,
             transport=self._exchange.transport_name,
+            inputs=tuple(stage._inputs_from for stage in stages),
         )
-        key = handshake.agree_on_stages(self._pg.rendezvous, claim)
-        kinds = StepKinds(self._pg.rendezvous, key, self._rank_of(-self.stage_index))
+        key, wiring = handshake.agree_on_stages(self._pg.rendezvous, claim)
+        kinds = StepKinds(self._pg.rendezvous, key, wiring.ranks[0])
         kinds.begin_step()
         for stage in stages:
             known = stage._drives.get(schedule)
             loss = stage._take_loss(schedule) if known is None else known.loss
-            stage._drives[schedule] = _Drive(kinds, loss)
+            is_given = (
+                has_merge_spec(schedule) if known is None else known.is_merge_given
+            )
+            stage._drives[schedule] = _Drive(kinds, wiring, is_given, loss)
+            stage._expect_messages(wiring)
+
+    def _expect_messages(self, wiring: Wiring) -> None:
+        me = self.stage_index
+        for producer in wiring.producers(me):
+            message = Message("F", me, 0, producer)
+            self._exchange.expect(message, wiring.ranks[producer])
+        for consumer in wiring.consumers(me):
+            message = Message("B", me, 0, consumer)
+            self._exchange.expect(message, wiring.ranks[consumer])
 
     def _take_loss(self, schedule: Schedule) -> StageLoss | None:
         """Let the schedule call this stage for the loss, if it is the last one."""
@@ -250,14 +253,26 @@ class XlaPipelineStage(SilentStage):
             specs = tuple(replace(spec, requires_grad=False) for spec in specs)
         value, grads = loss(output, specs, target, plan.rows)
         if grads is not None and self.has_backward:
-            tangents = {_tangent(i): grad for i, grad in grads.items()}
+            tangents = {tangent(i): grad for i, grad in grads.items()}
             self._shelf.put("loss", microbatch, tangents, variant.sizes)
             del self._leaves[microbatch]
         return value
 
-    def _begin_step(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-    ) -> StagePlan:
+    def _begin_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Find the plans of this rank's stages for a step, at its first forward.
+
+        All stages of a rank do so at once and in their order, whichever runs first: a
+        stage waits for what earlier ones offer.
+        """
+        stages = sorted(local_stages(self._driver()), key=lambda x: x.stage_index)
+        plans = []
+        for stage in stages:
+            first_args = args if stage is stages[0] else ()
+            stage._current = stage._plan_of_step(first_args, kwargs)
+            plans.append(stage._current)
+        _check_kwargs(kwargs, plans)
+
+    def _plan_of_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StagePlan:
         """Return the plan for this step; a new kind of step makes a new one."""
         drive = self._drives[self._driver()]
         if drive.loss is not None:
@@ -278,51 +293,80 @@ class XlaPipelineStage(SilentStage):
                     self.stage_index,
                     len(drive.plans),
                 )
-        return drive.plans[number]
+        plan = drive.plans[number]
+        if self.is_last and not drive.is_merge_given:
+            output = self._variant(plan).programs.output_template
+            merge_outputs_as(self._driver(), output)
+        return plan
 
     def _agree(
-        self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+        self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> StagePlan:
-        """Take the previous stage's offer, and make one to the next."""
-        plan = self._plan_for(key, args, kwargs)
+        """Take the offers of earlier stages, and make one to later ones."""
+        offers = self._offers(key)
+        plan = self._plan_for(offers, args, kwargs)
         variant = self._variant(plan)
         if not self.is_last:
             offer = Offer(
-                values=tuple(self._sent_of(variant.outputs)),
+                output=variant.programs.output_template,
+                values=variant.outputs,
                 rows=plan.rows,
                 num_random=plan.random_before + variant.num_random,
             )
-            handshake.offer(self._pg.rendezvous, key, self.stage_index + 1, offer)
+            handshake.offer(self._pg.rendezvous, key, self.stage_index, offer)
         return plan
+
+    def _offers(self, key: str) -> dict[int, Offer]:
+        """Wait for the offers of the stages whose values this one takes.
+
+        The offer of the previous stage tells what is counted from stage to stage.
+        """
+        wiring = self._wiring
+        needed = {*wiring.producers(self.stage_index)}
+        needed |= set() if self.is_first else {self.stage_index - 1}
+        return {
+            stage: handshake.await_offer(
+                self._pg.rendezvous, key, stage, wiring.ranks[stage]
+            )
+            for stage in sorted(needed)
+        }
 
     def _plan_for(
         self,
-        key: str,
+        offers: Mapping[int, Offer],
         args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
+        kwargs: dict[str, Any],
     ) -> StagePlan:
         """Find out what goes into this stage."""
-        signature, outside = Signature.of(args if self.is_first else (), kwargs)
+        producers = self._wiring.producers(self.stage_index)
+        templates = {p: offers[p].output for p in producers}
+        arguments, values = self._wiring.arguments(self.stage_index, templates)
+        parameters = _free_parameters(self.submod, arguments)
+        own = {k: v for k, v in kwargs.items() if parameters is None or k in parameters}
+        signature, outside = Signature.of(args, own)
         if self.is_first:
             rows = outside[0].shape[0] if outside and outside[0].dim() else 1
-            offered = Offer(values=(), rows=rows)
             self._placement.check_batch(rows)
         else:
-            offered = handshake.await_offer(
-                self._pg.rendezvous, key, self.stage_index, self._rank_of(-1)
-            )
-        rows = offered.rows
+            rows = offers[self.stage_index - 1].rows
+        num_random = 0 if self.is_first else offers[self.stage_index - 1].num_random
+        received = tuple(offers[v.stage].values[v.slot] for v in values)
         given = tuple(self._given_spec(value, rows) for value in outside)
-        if self._expected_inputs is not None and not kwargs:
+        if self._expected_inputs is not None and not own:
+            source = _names_of_stages(producers) if producers else "the batch"
             expected = describe_all(self._expected_inputs)
-            got = offered.values or given
-            handshake.check_fits(self.stage_index, got, expected)
+            got = received + given
+            handshake.check_fits(self.stage_index, source, got, expected)
         return StagePlan(
             stage=self.stage_index,
             num_microbatches=num_microbatches(self._driver()),
             rows=rows,
-            received=offered.values,
-            random_before=offered.num_random,
+            arguments=arguments,
+            values=tuple(values),
+            received=received,
+            parameters=parameters,
+            fans={p: self._wiring.fan(p, output) for p, output in templates.items()},
+            random_before=num_random,
             remat=self._remat,
             given=given,
             signature=signature,
@@ -340,31 +384,13 @@ class XlaPipelineStage(SilentStage):
         return spec_of(value, partition, False)
 
     def _variant(self, plan: StagePlan) -> Variant:
-        def borders(outputs: tuple[TensorSpec, ...]) -> Borders:
-            return self._borders(plan, outputs)
+        def link(outputs: tuple[TensorSpec, ...], output: Template) -> Links:
+            me = self.stage_index
+            fans = {**plan.fans, me: self._wiring.fan(me, output)}
+            ends = Ends(me, plan.values, plan.received, outputs, fans)
+            return Links(ends, self._exchange, self._placement)
 
-        return plan.variant(self.submod, self._placement, self._state, borders)
-
-    def _borders(self, plan: StagePlan, outputs: tuple[TensorSpec, ...]) -> Borders:
-        """Say which messages are ops of this stage's programs."""
-        layout = self._placement.layout
-        received, sent = {}, {}
-        if not self.is_first and self._exchange.is_in_graph(self._rank_of(-1)):
-            received = dict(enumerate(plan.received))
-        if not self.is_last and self._exchange.is_in_graph(self._rank_of(1)):
-            sent = {i: outputs[i] for i in self._sent_of(range(len(outputs)))}
-        return Borders(
-            inputs={i: layout(spec) for i, spec in received.items()},
-            outputs={i: layout(spec) for i, spec in sent.items()},
-            tangents={i: layout(v) for i, v in sent.items() if v.requires_grad},
-            grads={i: layout(v) for i, v in received.items() if v.requires_grad},
-        )
-
-    def _sent_of(self, outputs: Sequence[T]) -> Sequence[T]:
-        """Return those of a list of all outputs that the next stage takes."""
-        if self._outputs_sent is None:
-            return outputs
-        return [outputs[index] for index in self._outputs_sent]
+        return plan.variant(self.submod, self._placement, self._state, link)
 
     # Actions.
 
@@ -377,17 +403,17 @@ class XlaPipelineStage(SilentStage):
         """Receive, enqueue the forward of one microbatch, and send.
 
         Returns:
-            The stage's output, None if its program has sent it; on the last stage of a
-            training step its tensors are leaves that a loss may be computed from.
+            The output of the last stage, None of others; in a training step its tensors
+            are leaves that a loss may be computed from.
         """
         with self._reporting():
             if self._current is None:
-                self._current = self._begin_step(args, kwargs)
+                self._begin_step(args, kwargs or {})
             plan = self._plan()
             variant = self._variant(plan)
             self._last_forward = fwd_chunk_id
-            live = self._inputs(plan, fwd_chunk_id, args, kwargs)
-            self._add_routes(live, "F", fwd_chunk_id, variant.borders)
+            live = self._given_inputs(plan, fwd_chunk_id, args, kwargs or {})
+            live |= variant.links.take_inputs(fwd_chunk_id)
             seed = self._seed(plan, fwd_chunk_id)
             programs = variant.programs
             run = programs.forward if self.has_backward else programs.inference
@@ -395,7 +421,8 @@ class XlaPipelineStage(SilentStage):
             self._state.update_buffers(result.updates)
             if self.has_backward:
                 self._shelf.put("saved", fwd_chunk_id, result.live, variant.sizes)
-            output = self._pass_on(variant, fwd_chunk_id, result)
+            variant.links.give_outputs(fwd_chunk_id, result)
+            output = self._keep_output(variant, fwd_chunk_id, result.outputs)
             if not self.has_backward:
                 self._count_done(plan)
             return output
@@ -419,7 +446,7 @@ class XlaPipelineStage(SilentStage):
             variant = self._variant(plan)
             live = self._shelf.take("saved", bwd_chunk_id)
             live |= self._tangents(variant, bwd_chunk_id, loss)
-            self._add_routes(live, "B", bwd_chunk_id, variant.borders)
+            live |= variant.links.take_grads(bwd_chunk_id)
             programs = variant.programs
             if full_backward:
                 grads, sums = programs.backward(self._fixed(programs), live)
@@ -427,8 +454,7 @@ class XlaPipelineStage(SilentStage):
             else:
                 grads, residual = programs.backward_input(self._state.fixed, live)
                 self._shelf.put("residual", bwd_chunk_id, residual, variant.sizes)
-            if not self.is_first and not variant.borders.grads:
-                self._send_grads(plan, bwd_chunk_id, grads)
+            variant.links.give_grads(bwd_chunk_id, grads)
             if full_backward:
                 self._count_done(plan)
 
@@ -447,15 +473,18 @@ class XlaPipelineStage(SilentStage):
             self._state.set_sums(sums)
             self._count_done(plan)
 
-    def _inputs(
+    def _given_inputs(
         self,
         plan: StagePlan,
         microbatch: int,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
+        kwargs: dict[str, Any],
     ) -> dict[str, Tensor]:
-        """Collect the inputs of one microbatch as device data."""
-        signature, outside = Signature.of(args if self.is_first else (), kwargs)
+        """Collect what the schedule passes in for one microbatch, as device data."""
+        stages = local_stages(self._driver())
+        is_lowest = self.stage_index == min(stage.stage_index for stage in stages)
+        own = {k: v for k, v in kwargs.items() if plan.takes(k)}
+        signature, outside = Signature.of(args if is_lowest else (), own)
         if signature != plan.signature:
             raise StageShapeError(
                 f"stage {self.stage_index}, microbatch {microbatch}: expected "
@@ -463,86 +492,47 @@ class XlaPipelineStage(SilentStage):
                 "Use a batch that divides into equal microbatches; arguments of a "
                 "later stage may change only when the first stage's do."
             )
-        received = []
-        if plan.received and not self._exchange.is_in_graph(self._rank_of(-1)):
-            layouts = [self._placement.layout(spec) for spec in plan.received]
-            message = Message("F", self.stage_index, microbatch)
-            received = self._exchange.receive(message, self._rank_of(-1), layouts)
         given = [
             self._placement.pin(value, spec.partition)
             for value, spec in zip(outside, plan.given, strict=True)
         ]
         xla_compat.materialize(given)
         first = len(plan.received)
-        return {
-            **{f"input:{i}": value for i, value in enumerate(received)},
-            **{f"input:{i}": value for i, value in enumerate(given, first)},
-        }
+        return {f"input:{i}": value for i, value in enumerate(given, first)}
 
-    def _add_routes(
-        self,
-        live: dict[str, Tensor],
-        direction: Direction,
-        microbatch: int,
-        borders: Borders,
-    ) -> None:
-        """Tell a program what to receive and where to send, if it does so itself."""
-        ahead = 1 if direction == "F" else -1
-        arriving, leaving = borders.inputs, borders.outputs
-        if direction == "B":
-            arriving, leaving = borders.tangents, borders.grads
-        if arriving:
-            live[ROUTE_IN] = self._exchange.receive_route(
-                Message(direction, self.stage_index, microbatch),
-                self._rank_of(-ahead),
-                list(arriving.values()),
-            )
-        if leaving:
-            live[ROUTE_OUT] = self._exchange.send_route(
-                Message(direction, self.stage_index + ahead, microbatch),
-                self._rank_of(ahead),
-                list(leaving.values()),
-            )
-
-    def _pass_on(self, variant: Variant, microbatch: int, result: Forwarded) -> Any:
-        """Send outputs to the next stage, or give them to the schedule."""
-        if variant.borders.outputs:
-            return None
-        structure = variant.programs.output_spec
-        outputs = [value.detach() for value in result.outputs]
+    def _keep_output(
+        self, variant: Variant, microbatch: int, outputs: Mapping[int, Tensor]
+    ) -> Any:
+        """Keep the output of the last stage, and return it to the schedule."""
         if not self.is_last:
-            sent = self._sent_of(outputs)
-            message = Message("F", self.stage_index + 1, microbatch)
-            self._exchange.send(message, self._rank_of(1), sent)
-            return pytree.tree_unflatten(outputs, structure)
-        self.output_chunks.append(pytree.tree_unflatten(outputs, structure))
-        named = {f"output:{i}": value for i, value in enumerate(outputs)}
+            return None
+        template = variant.programs.output_template
+        values = [outputs[index].detach() for index in range(len(outputs))]
+        self.output_chunks.append(template.fill(values))
+        named = {f"output:{i}": value for i, value in enumerate(values)}
         self._shelf.put("output", microbatch, named, variant.sizes)
         if not self.has_backward:
             return self.output_chunks[-1]
         self._leaves[microbatch] = [
             value.detach().requires_grad_(spec.requires_grad)
-            for value, spec in zip(outputs, variant.outputs, strict=True)
+            for value, spec in zip(values, variant.outputs, strict=True)
         ]
-        return pytree.tree_unflatten(self._leaves[microbatch], structure)
+        return template.fill(self._leaves[microbatch])
 
     def _tangents(
         self, variant: Variant, microbatch: int, loss: Tensor | None
     ) -> dict[str, Tensor]:
-        """Return the gradient of each output that has one, unless a program gets it."""
-        specs = variant.outputs
+        """Return the gradients of outputs that no other stage uses."""
         found: dict[str, Tensor] = {}
         if self._shelf.has("loss", microbatch):
             found = self._shelf.take("loss", microbatch)
         elif self.is_last:
-            found = self._eager_loss_grads(specs, microbatch, loss)
-        elif not variant.borders.tangents:
-            found = self._received_grads(specs, microbatch)
-        return {
-            _tangent(index): self._or_zeros(found.get(_tangent(index)), spec)
-            for index, spec in enumerate(specs)
-            if spec.requires_grad and index not in variant.borders.tangents
-        }
+            found = self._eager_loss_grads(variant.outputs, microbatch, loss)
+        for index in variant.links.unused:
+            name = tangent(index)
+            if name not in found:
+                found[name] = self._placement.zeros(variant.outputs[index])
+        return found
 
     def _eager_loss_grads(
         self, specs: Sequence[TensorSpec], microbatch: int, loss: Tensor | None
@@ -557,48 +547,12 @@ class XlaPipelineStage(SilentStage):
             scaled, [leaves[i] for i in wanted], allow_unused=True
         )
         found = {
-            _tangent(i): self._placement.pin(grad, specs[i].partition)
+            tangent(i): self._placement.pin(grad, specs[i].partition)
             for i, grad in zip(wanted, grads, strict=True)
             if grad is not None
         }
         xla_compat.materialize([loss, *found.values()])
         return found
-
-    def _received_grads(
-        self, specs: Sequence[TensorSpec], microbatch: int
-    ) -> dict[str, Tensor]:
-        """Receive the gradients of the outputs that were sent."""
-        indices = self._sent_of(range(len(specs)))
-        wanted = [(i, specs[i]) for i in indices if specs[i].requires_grad]
-        if not wanted:
-            return {}
-        values = self._exchange.receive(
-            Message("B", self.stage_index, microbatch),
-            self._rank_of(1),
-            [self._placement.layout(spec) for _, spec in wanted],
-        )
-        names = [_tangent(i) for i, _ in wanted]
-        return dict(zip(names, values, strict=True))
-
-    def _send_grads(
-        self, plan: StagePlan, microbatch: int, grads: Mapping[int, Tensor | None]
-    ) -> None:
-        """Send the gradients of the received inputs to the previous stage."""
-        values = [
-            self._or_zeros(grads.get(index), spec)
-            for index, spec in enumerate(plan.received)
-            if spec.requires_grad
-        ]
-        if values:
-            message = Message("B", self.stage_index - 1, microbatch)
-            self._exchange.send(message, self._rank_of(-1), values)
-
-    def _or_zeros(self, value: Tensor | None, spec: TensorSpec) -> Tensor:
-        if value is not None:
-            return value
-        if spec not in self._zeros:
-            self._zeros[spec] = self._placement.zeros(spec)
-        return self._zeros[spec]
 
     def _fixed(self, programs: StagePrograms) -> dict[str, Tensor]:
         return {
@@ -637,8 +591,9 @@ class XlaPipelineStage(SilentStage):
             )
         return self._schedule
 
-    def _rank_of(self, distance: int) -> int:
-        return int(self.stage_index_to_group_rank[self.stage_index + distance])
+    @property
+    def _wiring(self) -> Wiring:
+        return self._drives[self._driver()].wiring
 
     def _seed(self, plan: StagePlan, microbatch: int) -> int:
         """Return the seed of this stage's random numbers for one microbatch.
@@ -663,9 +618,36 @@ class XlaPipelineStage(SilentStage):
             raise
 
 
-def _tangent(index: int) -> str:
-    """Return the name of the gradient of an output."""
-    return f"tangent:{index}"
+def _free_parameters(module: nn.Module, taken: Template) -> frozenset[str] | None:
+    """Return the parameters of a module's forward that no other stage fills.
+
+    Args:
+        module: The module of a stage.
+        taken: The arguments that other stages give.
+
+    Returns:
+        Their names, None if the module takes any.
+    """
+    args, kwargs = taken.fill([None] * taken.num_slots)
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return frozenset(p.name for p in parameters[len(args) :]) - set(kwargs)
+
+
+def _check_kwargs(kwargs: Mapping[str, Any], plans: Sequence[StagePlan]) -> None:
+    """Refuse keyword arguments that no stage of the rank takes."""
+    unknown = [name for name in kwargs if not any(plan.takes(name) for plan in plans)]
+    if unknown:
+        stages = _names_of_stages([plan.stage for plan in plans])
+        raise ValueError(
+            f"step: expected keyword arguments that {stages} of this rank takes, got "
+            f"{', '.join(unknown)}. Pass them on the rank of the stage that takes them."
+        )
+
+
+def _names_of_stages(stages: Sequence[int]) -> str:
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
 
 def _check_index(stage_index: int, num_stages: int) -> None:

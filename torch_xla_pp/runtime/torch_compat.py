@@ -10,16 +10,21 @@ from torch import fx
 from torch.distributed.pipelining import Pipe
 from torch.distributed.pipelining import pipeline as _upstream_pipeline
 from torch.distributed.pipelining._IR import _modify_graph_op_device
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from torch_xla_pp.graph import Template
 
 __all__ = [
     "Pipe",
     "StageBase",
     "calling_schedule",
     "grad_scale",
+    "has_merge_spec",
     "local_stages",
     "loss_function",
+    "merge_outputs_as",
     "move_factories_to",
     "num_microbatches",
     "set_loss_function",
@@ -76,6 +81,21 @@ def set_loss_function(schedule: Schedule, function: Callable[[Any, Any], Any]) -
     only of the result. This can go when upstream passes the target to the stage.
     """
     schedule._loss_fn = function
+
+
+def has_merge_spec(schedule: Schedule) -> bool:
+    """Return whether `schedule` was told how to merge the outputs of microbatches."""
+    return schedule._output_merge_spec is not None
+
+
+def merge_outputs_as(schedule: Schedule, template: Template) -> None:
+    """Let `schedule` concatenate the tensors of outputs and keep what is none.
+
+    Without being told, it concatenates everything, and fails for numbers and None.
+    """
+    whole = TensorChunkSpec(0)  # type: ignore[no-untyped-call]
+    spec = template.fill([whole] * template.num_slots)
+    schedule._output_merge_spec = spec
 
 
 def trace_and_split(*args: Any, **kwargs: Any) -> Pipe:

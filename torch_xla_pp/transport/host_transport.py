@@ -14,7 +14,6 @@ from torch_xla_pp.errors import TransportError
 from torch_xla_pp.transport.inbox import Key
 from torch_xla_pp.transport.shards import from_bytes, to_bytes
 from torch_xla_pp.transport.stage_transport import (
-    Direction,
     Message,
     ShardLayout,
     not_sent_yet,
@@ -38,7 +37,7 @@ class HostTransport:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
 
-    def expect(self, direction: Direction, stage: int, peer: int) -> None:
+    def expect(self, message: Message, peer: int) -> None:
         """Do nothing: the wire takes all messages."""
 
     def settle(self) -> None:

@@ -7,7 +7,7 @@ custom call, run by XLA on every local device for its own shard:
     route, values ─→ [to shards] ─→ custom call "…send…" ─→ token
 
 A *token* has no meaning but that a program which returns it has the op: one whose
-results nobody uses would be dropped.
+results nobody uses would be dropped. The sum of tokens keeps all their ops.
 
 The *route*, an operand, says where to and which message, so a program is compiled once
 for all microbatches, peers and steps. Of a value that several devices hold alike, one
@@ -50,7 +50,7 @@ _NEVER = (1 << 63) - 1
 _MAX_READABLE = 160
 _TOKEN_SHAPE = (1,)
 _RouteKey = tuple[int, Message, tuple[Any, ...]]
-_DIRECTIONS: tuple[Direction, ...] = ("F", "B")
+_DIRECTIONS: tuple[Direction, ...] = ("F", "B", "S")
 
 _logger = logging.getLogger(__name__)
 
@@ -59,7 +59,6 @@ def send_op(
     route: Tensor,
     values: Sequence[Tensor],
     layouts: Sequence[ShardLayout],
-    after: Tensor | None = None,
 ) -> Tensor:
     """Add the sending of `values` to the graph.
 
@@ -67,7 +66,6 @@ def send_op(
         route: What `InGraphTransport.send_route` returned.
         values: What to send.
         layouts: How the values are laid out for it.
-        after: Token of an op that the program is to keep as well.
 
     Returns:
         The token, which the program must return.
@@ -87,10 +85,8 @@ def send_op(
         xla_compat.to_shards(value, layout.sharding)
         for value, layout in zip(values, layouts, strict=True)
     ]
-    whole = _whole(route)
-    first = whole if after is None else _whole(after)
     (token,) = xla_compat.custom_call(
-        target, [whole, first, *shards], [_TOKEN_SHAPE], [torch.int32]
+        target, [_whole(route), *shards], [_TOKEN_SHAPE], [torch.int32]
     )
     return _token(token)
 
@@ -181,9 +177,10 @@ class InGraphTransport:
 
     # Of the protocol.
 
-    def expect(self, direction: Direction, stage: int, peer: int) -> None:
-        """Make ready for messages of one kind from group rank `peer`."""
-        self.engine.expect(peer, _DIRECTIONS.index(direction), stage)
+    def expect(self, message: Message, peer: int) -> None:
+        """Make ready for messages such as `message`, of any microbatch."""
+        direction = _DIRECTIONS.index(message.direction)
+        self.engine.expect(peer, direction, message.stage, message.origin)
         self._connect(peer)
 
     def send(self, message: Message, peer: int, tensors: Sequence[Tensor]) -> None:
@@ -302,6 +299,7 @@ class InGraphTransport:
             peer,
             _DIRECTIONS.index(message.direction),
             message.stage,
+            message.origin,
             message.microbatch,
             digest(layouts),
             *owners,

@@ -90,7 +90,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         ("open", i64, (i32, i32, f64, text, text, text, i64)),
         ("address", i64, (i64, text, i64)),
         ("connect", None, (i64, i32, text, i64)),
-        ("expect", None, (i64, i32, i32, i32)),
+        ("expect", None, (i64, i32, i32, i32, i32)),
         ("report", None, (i64, u64, text)),
         ("advance", None, (i64, u64)),
         ("failure", i32, (i64, u64, text, i64, ctypes.POINTER(i64))),
@@ -163,9 +163,9 @@ class Engine:
         """Connect to a peer; done once, returns at once."""
         self._library.xpp_connect(self.id, peer, address, len(address))
 
-    def expect(self, peer: int, direction: int, stage: int) -> None:
+    def expect(self, peer: int, direction: int, stage: int, origin: int) -> None:
         """Allow messages of one edge."""
-        self._library.xpp_expect(self.id, peer, direction, stage)
+        self._library.xpp_expect(self.id, peer, direction, stage, origin)
 
     def report(self, generation: int, report: str) -> None:
         """Fail a generation and tell the peers, who pass it on."""

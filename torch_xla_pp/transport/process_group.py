@@ -73,7 +73,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
 
     Attributes:
         rendezvous: Agreement and errors of the group's ranks.
-        mailbox: Values that stages of this rank hand over to each other.
+        mailbox: Values that stages of this rank hand over to each other, by slot.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -90,7 +90,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         self._close = weakref.finalize(self, _close_all, self._closings)
         if rank == 0:
             self.rendezvous.publish(_TOKEN, secrets.token_bytes(TOKEN_BYTES))
-        self.mailbox: dict[Message, list[Tensor]] = {}
+        self.mailbox: dict[Message, dict[int, Tensor]] = {}
 
     @functools.cached_property
     def transport(self) -> StageTransport:

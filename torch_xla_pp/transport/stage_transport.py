@@ -16,21 +16,24 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.errors import TransportError
 from torch_xla_pp.mesh import OpShardingArgs, parse_sharding
 
-Direction = Literal["F", "B"]
+Direction = Literal["F", "B", "S"]
 
 
 class Message(NamedTuple):
     """Name what one stage sends another for one microbatch.
 
     Attributes:
-        direction: "F" for values, "B" for their gradients.
+        direction: "F" for values, "B" for their gradients, "S" for gradient sums of
+            shared parameters.
         stage: Index of the stage that consumes it.
         microbatch: Index of the microbatch.
+        origin: Index of the stage that makes it.
     """
 
     direction: Direction
     stage: int
     microbatch: int
+    origin: int
 
     def __str__(self) -> str:
         return f"{self.stage}{self.direction}{self.microbatch}"
@@ -38,7 +41,10 @@ class Message(NamedTuple):
     @property
     def title(self) -> str:
         """Return the name with its parts in words."""
-        return f"{self} (stage {self.stage}, microbatch {self.microbatch})"
+        stage, microbatch = self.stage, self.microbatch
+        return (
+            f"{self} (stage {stage}, microbatch {microbatch}, from stage {self.origin})"
+        )
 
 
 class ShardLayout(NamedTuple):
@@ -113,8 +119,11 @@ class StageTransport(Protocol):
 
     name: str
 
-    def expect(self, direction: Direction, stage: int, peer: int) -> None:
-        """Make ready for messages of one kind from group rank `peer`."""
+    def expect(self, message: Message, peer: int) -> None:
+        """Make ready for messages such as `message` from group rank `peer`.
+
+        They may differ from it by the microbatch.
+        """
 
     def send(self, message: Message, peer: int, tensors: Sequence[Tensor]) -> None:
         """Send `tensors` to group rank `peer`.

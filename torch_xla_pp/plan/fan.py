@@ -1,0 +1,61 @@
+"""How the values that one stage makes reach the stages that use them.
+
+Laws: a value is sent once to each rank that uses it; there, the first stage that uses
+it (the one of the lowest index, which must run first) receives it and gives it to
+the others. Its gradients go back from each consumer to the producer by themselves.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Name one tensor that a stage makes, by its slot in the stage's output."""
+
+    stage: int
+    slot: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fan:
+    """Hold who uses which values of one stage.
+
+    Args:
+        producer: The stage that makes the values.
+        uses: Consumer → slots of the values that it uses, in the order of its inputs.
+        ranks: Rank of every stage of the pipeline.
+    """
+
+    producer: int
+    uses: Mapping[int, tuple[int, ...]]
+    ranks: Sequence[int]
+
+    def passed(self, giver: int, consumer: int) -> tuple[int, ...]:
+        """Return the slots of what `consumer` gets from stage `giver`.
+
+        That is the producer, or a stage of the consumer's rank.
+        """
+        slots = self.uses.get(consumer, ())
+        return tuple(slot for slot in slots if self._giver(slot, consumer) == giver)
+
+    def consumers_of(self, slot: int) -> tuple[int, ...]:
+        """Return the stages that use a value."""
+        return tuple(c for c, slots in sorted(self.uses.items()) if slot in slots)
+
+    def neighbours(self, stage: int) -> tuple[int, ...]:
+        """Return the other consumers that are on the rank of `stage`."""
+        rank = self.ranks[stage]
+        return tuple(c for c in self.uses if c != stage and self.ranks[c] == rank)
+
+    def carriers(self) -> set[tuple[int, int]]:
+        """Return pairs of a stage that gives a received value and one that takes it."""
+        pairs = ((giver, taker) for giver in self.uses for taker in self.uses)
+        return {pair for pair in pairs if self.passed(*pair)}
+
+    def _giver(self, slot: int, consumer: int) -> int:
+        rank = self.ranks[consumer]
+        if rank == self.ranks[self.producer]:
+            return self.producer
+        first = min(c for c in self.consumers_of(slot) if self.ranks[c] == rank)
+        return self.producer if first == consumer else first

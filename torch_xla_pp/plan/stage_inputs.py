@@ -1,0 +1,120 @@
+"""Where the arguments of a stage come from."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch_xla_pp.errors import PlanError
+
+SourceLike: TypeAlias = int | tuple[int, int | str]
+
+InputsFrom: TypeAlias = Sequence[SourceLike] | Mapping[str, SourceLike]
+"""Sources of positional arguments, or of keyword arguments by name.
+
+`2` is the whole output of stage 2; `(2, 0)` is its first item, and `(2, "mask")` its
+item of that key or its attribute of that name.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Name an output of a stage, or an item of it.
+
+    Args:
+        stage: Index of the stage that makes it.
+        key: Index, key or attribute of the item; None for the whole output.
+    """
+
+    stage: int
+    key: int | str | None = None
+
+    def __str__(self) -> str:
+        item = "" if self.key is None else f"[{self.key!r}]"
+        return f"output{item} of stage {self.stage}"
+
+    def of(self, output: Any) -> Any:
+        """Return what is meant out of the output of the stage.
+
+        Raises:
+            PlanError: There is no such item.
+        """
+        if self.key is None:
+            return output
+        try:
+            if isinstance(self.key, str) and not isinstance(output, Mapping):
+                return getattr(output, self.key)
+            return output[self.key]
+        except (AttributeError, LookupError, TypeError) as error:
+            raise PlanError(
+                f"inputs_from: expected {self} to exist, got an output of type "
+                f"{type(output).__name__} without it. Name an item that the stage "
+                "returns."
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class StageInputs:
+    """List the sources of a stage's arguments, without those of the batch.
+
+    Args:
+        args: Sources of the first positional arguments.
+        kwargs: Sources of keyword arguments.
+        is_spread: Whether the items of a tuple or list are arguments of their own, as
+            upstream passes the output of the previous stage on.
+    """
+
+    args: tuple[Source, ...] = ()
+    kwargs: tuple[tuple[str, Source], ...] = ()
+    is_spread: bool = False
+
+    @classmethod
+    def of(cls, stage: int, inputs_from: InputsFrom | None) -> "StageInputs":
+        """Return the inputs of a stage; None for what the previous stage makes.
+
+        Raises:
+            ValueError: Something is no source, or not made before the stage.
+        """
+        if inputs_from is None:
+            previous = () if stage == 0 else (Source(stage - 1),)
+            return cls(previous, is_spread=True)
+        if isinstance(inputs_from, Mapping):
+            named = ((n, _source(stage, x)) for n, x in inputs_from.items())
+            return cls((), tuple(named))
+        return cls(tuple(_source(stage, x) for x in inputs_from))
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Return all sources, those of positional arguments first."""
+        return (*self.args, *(source for _, source in self.kwargs))
+
+    def arguments(
+        self, outputs: Mapping[int, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put the arguments together.
+
+        Args:
+            outputs: Stage → its output, for every stage that is a source.
+        """
+        args = tuple(source.of(outputs[source.stage]) for source in self.args)
+        if self.is_spread and args and isinstance(args[0], (tuple, list)):
+            args = tuple(args[0])
+        return args, {name: s.of(outputs[s.stage]) for name, s in self.kwargs}
+
+
+def _source(stage: int, value: Any) -> Source:
+    match value:
+        case int() if not isinstance(value, bool):
+            source = Source(value)
+        case (int() as origin, int() | str() as key):
+            source = Source(origin, key)
+        case _:
+            raise ValueError(
+                f"inputs_from: expected stage indices or pairs of a stage index and an "
+                f"item, got {value!r}. Pass e.g. [0, (1, 'mask')]."
+            )
+    if not 0 <= source.stage < stage:
+        raise ValueError(
+            f"inputs_from: expected stages before stage {stage}, got {source.stage}. "
+            "Number the stages so that values go from lower to higher ones."
+        )
+    return source

@@ -1,0 +1,93 @@
+"""The stages of all ranks, and what each takes from the others."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from torch_xla_pp.graph import Slot, Template
+from torch_xla_pp.plan.fan import Fan, Value
+from torch_xla_pp.plan.stage_inputs import StageInputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wiring:
+    """Know the sources of every stage's arguments, and the rank of every stage.
+
+    Args:
+        inputs: Inputs of each stage.
+        ranks: Rank of each stage.
+    """
+
+    inputs: Sequence[StageInputs]
+    ranks: Sequence[int]
+
+    def producers(self, stage: int) -> tuple[int, ...]:
+        """Return the stages whose outputs `stage` takes."""
+        return tuple(sorted({source.stage for source in self.inputs[stage].sources}))
+
+    def consumers(self, stage: int) -> tuple[int, ...]:
+        """Return the stages that take outputs of `stage`."""
+        count = len(self.inputs)
+        return tuple(s for s in range(count) if stage in self.producers(s))
+
+    def edges(self) -> list[tuple[int, int]]:
+        """Return all pairs of a producer and a consumer."""
+        count = len(self.inputs)
+        return [(p, stage) for stage in range(count) for p in self.producers(stage)]
+
+    def faults(self) -> list[str]:
+        """List the stages that have nothing to take, or whose outputs nobody takes."""
+        last = len(self.inputs) - 1
+        taken = {producer for producer, _ in self.edges()}
+        return [
+            f"stage {stage}: expected an output that another stage takes, got none. "
+            "Name it in inputs_from of a later stage, or leave the stage out."
+            for stage in range(last)
+            if stage not in taken
+        ]
+
+    def fan(self, producer: int, output: Template) -> Fan:
+        """Return how the values of a stage's output reach their consumers."""
+        tree = _named(producer, output)
+        uses = {c: self._slots(c, producer, tree) for c in self.consumers(producer)}
+        return Fan(
+            producer=producer,
+            uses={consumer: slots for consumer, slots in uses.items() if slots},
+            ranks=self.ranks,
+        )
+
+    def arguments(
+        self, stage: int, outputs: Mapping[int, Template]
+    ) -> tuple[Template, list[Value]]:
+        """Put the arguments of a stage together.
+
+        Args:
+            stage: Index of the stage.
+            outputs: Template of the output of each of its producers.
+
+        Returns:
+            Template of positional and keyword arguments, and the value of each slot.
+        """
+        trees = {p: _named(p, output) for p, output in outputs.items()}
+        arguments = self.inputs[stage].arguments(trees)
+        values = _values(arguments)
+        leaves, spec = pytree.tree_flatten(arguments)
+        marks = [Slot(values.index(x)) if isinstance(x, Value) else x for x in leaves]
+        return Template(spec, tuple(marks)), values
+
+    def _slots(self, consumer: int, producer: int, tree: Any) -> tuple[int, ...]:
+        inputs = self.inputs[consumer]
+        mine = [s.of(tree) for s in inputs.sources if s.stage == producer]
+        return tuple(value.slot for value in _values(mine))
+
+
+def _named(stage: int, output: Template) -> Any:
+    """Return a stage's output with a `Value` in place of each tensor."""
+    return output.fill([Value(stage, slot) for slot in range(output.num_slots)])
+
+
+def _values(tree: Any) -> list[Value]:
+    leaves = pytree.tree_leaves(tree)
+    return list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, Value)))

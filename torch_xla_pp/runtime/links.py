@@ -1,0 +1,334 @@
+"""What one stage exchanges with the others, for each microbatch.
+
+Messages to other ranks are ops of the stage's programs (in-graph transport; only their
+routes are passed in here) or calls of the transport. Stages of one rank hand device
+values over without a copy. See `plan.fan` for who gives what to whom.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from torch_xla_pp.compile import Borders, Forwarded, route_in, route_out
+from torch_xla_pp.mesh import TensorSpec
+from torch_xla_pp.plan import Fan, Value
+from torch_xla_pp.runtime.exchange import Exchange
+from torch_xla_pp.runtime.placement import Placement
+from torch_xla_pp.transport import Direction, Message, ShardLayout
+
+
+class Ends(NamedTuple):
+    """Hold both ends of a stage: what it takes and what it makes.
+
+    Attributes:
+        stage: Index of the stage.
+        values: The values it takes, in the order of its inputs.
+        received: What they look like.
+        outputs: What its outputs look like.
+        fans: How values reach their consumers, for the stage itself and each of its
+            producers.
+    """
+
+    stage: int
+    values: Sequence[Value]
+    received: Sequence[TensorSpec]
+    outputs: Sequence[TensorSpec]
+    fans: Mapping[int, Fan]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Post:
+    """Describe one message of each microbatch between this stage and another rank.
+
+    Args:
+        direction: What is sent.
+        stage: The stage on the other side.
+        rank: Its rank.
+        indices: Which inputs or outputs of this stage are concerned.
+        layouts: How they lie on this rank's devices.
+    """
+
+    direction: Direction
+    stage: int
+    rank: int
+    indices: tuple[int, ...]
+    layouts: tuple[ShardLayout, ...]
+
+    @property
+    def border(self) -> dict[int, ShardLayout]:
+        """Return index → layout."""
+        return dict(zip(self.indices, self.layouts, strict=True))
+
+
+class _Hand(NamedTuple):
+    """Describe values that one stage of a rank hands over to another.
+
+    Attributes:
+        direction: What is handed over.
+        stage: The stage on the other side.
+        origin: The stage that made the values, or that gives their gradients.
+        slots: Slot of each value in the output that it is part of → which input or
+            output of this stage it is.
+    """
+
+    direction: Direction
+    stage: int
+    origin: int
+    slots: dict[int, int]
+
+
+class Links:
+    """Exchange the values of one stage with the other stages.
+
+    Args:
+        ends: What the stage takes and makes.
+        exchange: Carries values between stages.
+        placement: The devices of this rank.
+
+    Attributes:
+        borders: What the stage's programs do themselves.
+        unused: Outputs that need a gradient, but that no stage uses.
+    """
+
+    def __init__(self, ends: Ends, exchange: Exchange, placement: Placement) -> None:
+        self._ends = ends
+        self._stage = ends.stage
+        self._exchange = exchange
+        self._placement = placement
+        self._own = ends.fans[ends.stage]
+        self._input_of = {value: index for index, value in enumerate(ends.values)}
+        is_remote = self._is_remote
+        producers = sorted({value.stage for value in ends.values})
+        consumers = sorted(self._own.uses)
+        self._arriving = [self._arrival(p) for p in producers if is_remote(p)]
+        self._arriving = [post for post in self._arriving if post.indices]
+        self._leaving = [self._departure(c) for c in consumers if is_remote(c)]
+        self._leaving = [post for post in self._leaving if post.indices]
+        self._taken = [hand for p in producers for hand in self._hands_to(p)]
+        self._given = list(self._hands_from())
+        backs = [self._grads_from(c) for c in consumers if is_remote(c)]
+        self._grads_arriving = [post for post in backs if post.indices]
+        aheads = [self._grads_to(p) for p in producers if is_remote(p)]
+        self._grads_leaving = [post for post in aheads if post.indices]
+        self._grads_taken = [
+            _Hand("B", c, c, {slot: slot for slot in self._with_grad(c)})
+            for c in consumers
+            if not is_remote(c) and self._with_grad(c)
+        ]
+        self._grads_given = [
+            _Hand("B", p, self._stage, self._inputs_with_grad(p))
+            for p in producers
+            if not is_remote(p) and self._inputs_with_grad(p)
+        ]
+        self.borders = self._borders()
+        self.unused = [
+            index
+            for index, spec in enumerate(ends.outputs)
+            if spec.requires_grad and not self.borders.consumers[index]
+        ]
+
+    # For each microbatch.
+
+    def take_inputs(self, microbatch: int) -> dict[str, Tensor]:
+        """Return the received inputs of a forward, or routes for them."""
+        found: dict[str, Tensor] = {}
+        for hand in self._taken:
+            message = Message("F", self._stage, microbatch, hand.origin)
+            values = self._exchange.take(message, hand.slots)
+            found |= {_input(i): values[slot] for slot, i in hand.slots.items()}
+        for post, message in self._incoming(self._arriving, microbatch):
+            if self._is_in_graph(post):
+                found[route_in(post.stage)] = self._exchange.receive_route(
+                    message, post.rank, post.layouts
+                )
+                continue
+            received = self._exchange.receive(message, post.rank, post.layouts)
+            found |= zip(map(_input, post.indices), received, strict=True)
+        for post, message in self._outgoing(self._leaving, microbatch):
+            self._add_route(found, post, message)
+        return found
+
+    def give_outputs(self, microbatch: int, result: Forwarded) -> None:
+        """Hand on what a forward made or received, unless its program did."""
+        for hand in self._given:
+            is_own = hand.origin == self._stage
+            values = result.outputs if is_own else result.received
+            message = Message("F", hand.stage, microbatch, hand.origin)
+            given = {slot: values[i].detach() for slot, i in hand.slots.items()}
+            self._exchange.give(message, given)
+        for post, message in self._outgoing(self._leaving, microbatch):
+            if not self._is_in_graph(post):
+                sent = [result.outputs[index] for index in post.indices]
+                self._exchange.send(message, post.rank, sent)
+
+    def take_grads(self, microbatch: int) -> dict[str, Tensor]:
+        """Return the gradients of the outputs for a backward, or routes for them."""
+        found: dict[str, Tensor] = {}
+        for hand in self._grads_taken:
+            message = Message("B", self._stage, microbatch, hand.origin)
+            values = self._exchange.take(message, hand.slots)
+            found |= {
+                self.borders.tangent_name(i, hand.stage): values[slot]
+                for slot, i in hand.slots.items()
+            }
+        for post, message in self._incoming(self._grads_arriving, microbatch):
+            if self._is_in_graph(post):
+                found[route_in(post.stage)] = self._exchange.receive_route(
+                    message, post.rank, post.layouts
+                )
+                continue
+            received = self._exchange.receive(message, post.rank, post.layouts)
+            names = [self.borders.tangent_name(i, post.stage) for i in post.indices]
+            found |= zip(names, received, strict=True)
+        for post, message in self._outgoing(self._grads_leaving, microbatch):
+            self._add_route(found, post, message)
+        return found
+
+    def give_grads(self, microbatch: int, grads: Mapping[int, Tensor | None]) -> None:
+        """Hand back the gradients of received inputs, unless the program did."""
+        for hand in self._grads_given:
+            message = Message("B", hand.stage, microbatch, self._stage)
+            given = {slot: self._grad(grads, i) for slot, i in hand.slots.items()}
+            self._exchange.give(message, given)
+        for post, message in self._outgoing(self._grads_leaving, microbatch):
+            if not self._is_in_graph(post):
+                sent = [self._grad(grads, index) for index in post.indices]
+                self._exchange.send(message, post.rank, sent)
+
+    def _grad(self, grads: Mapping[int, Tensor | None], index: int) -> Tensor:
+        found = grads.get(index)
+        if found is not None:
+            return found
+        return self._placement.zeros(self._ends.received[index])
+
+    def _add_route(
+        self, found: dict[str, Tensor], post: _Post, message: Message
+    ) -> None:
+        if self._is_in_graph(post):
+            found[route_out(post.stage)] = self._exchange.send_route(
+                message, post.rank, post.layouts
+            )
+
+    def _incoming(
+        self, posts: Sequence[_Post], microbatch: int
+    ) -> Iterator[tuple[_Post, Message]]:
+        for post in posts:
+            yield post, Message(post.direction, self._stage, microbatch, post.stage)
+
+    def _outgoing(
+        self, posts: Sequence[_Post], microbatch: int
+    ) -> Iterator[tuple[_Post, Message]]:
+        for post in posts:
+            yield post, Message(post.direction, post.stage, microbatch, self._stage)
+
+    # Once.
+
+    def _borders(self) -> Borders:
+        def own(posts: Sequence[_Post]) -> dict[int, dict[int, ShardLayout]]:
+            return {
+                post.stage: post.border for post in posts if self._is_in_graph(post)
+            }
+
+        sent_by_python = [p for p in self._leaving if not self._is_in_graph(p)]
+        returned = {i for post in sent_by_python for i in post.indices}
+        for hand in self._given:
+            returned |= (
+                set(hand.slots.values()) if hand.origin == self._stage else set()
+            )
+        is_last = self._stage == len(self._own.ranks) - 1
+        count = len(self._ends.outputs)
+        return Borders(
+            inputs=own(self._arriving),
+            outputs=own(self._leaving),
+            tangents=own(self._grads_arriving),
+            grads=own(self._grads_leaving),
+            consumers={i: self._own.consumers_of(i) for i in range(count)},
+            returned=range(count) if is_last else returned,
+            handed_on={
+                index
+                for hand in self._given
+                for index in hand.slots.values()
+                if hand.origin != self._stage
+            },
+        )
+
+    def _arrival(self, producer: int) -> _Post:
+        slots = self._ends.fans[producer].passed(producer, self._stage)
+        indices = [self._input_of[Value(producer, slot)] for slot in slots]
+        return self._post("F", producer, indices, self._ends.received)
+
+    def _departure(self, consumer: int) -> _Post:
+        slots = self._own.passed(self._stage, consumer)
+        return self._post("F", consumer, slots, self._ends.outputs)
+
+    def _grads_from(self, consumer: int) -> _Post:
+        slots = self._with_grad(consumer)
+        return self._post("B", consumer, slots, self._ends.outputs)
+
+    def _grads_to(self, producer: int) -> _Post:
+        indices = list(self._inputs_with_grad(producer).values())
+        return self._post("B", producer, indices, self._ends.received)
+
+    def _post(
+        self,
+        direction: Direction,
+        stage: int,
+        indices: Sequence[int],
+        specs: Sequence[TensorSpec],
+    ) -> _Post:
+        return _Post(
+            direction=direction,
+            stage=stage,
+            rank=self._own.ranks[stage],
+            indices=tuple(indices),
+            layouts=tuple(self._placement.layout(specs[i]) for i in indices),
+        )
+
+    def _hands_to(self, producer: int) -> Iterator[_Hand]:
+        """Say what other stages of the rank give of a producer's values."""
+        fan = self._ends.fans[producer]
+        remote = fan.passed(producer, self._stage) if self._is_remote(producer) else ()
+        slots = [slot for slot in fan.uses[self._stage] if slot not in remote]
+        inputs = {slot: self._input_of[Value(producer, slot)] for slot in slots}
+        if inputs:
+            yield _Hand("F", producer, producer, inputs)
+
+    def _hands_from(self) -> Iterator[_Hand]:
+        """Say what this stage gives other stages of the rank."""
+        for origin, fan in self._ends.fans.items():
+            for consumer in fan.uses:
+                if consumer == self._stage or self._is_remote(consumer):
+                    continue
+                slots = fan.passed(self._stage, consumer)
+                is_own = origin == self._stage
+                indices = {
+                    slot: slot if is_own else self._input_of[Value(origin, slot)]
+                    for slot in slots
+                }
+                if indices:
+                    yield _Hand("F", consumer, origin, indices)
+
+    def _with_grad(self, consumer: int) -> list[int]:
+        """Return which outputs a consumer gives a gradient for."""
+        outputs = self._ends.outputs
+        return [s for s in self._own.uses[consumer] if outputs[s].requires_grad]
+
+    def _inputs_with_grad(self, producer: int) -> dict[int, int]:
+        """Return slot → input of a producer's values that need a gradient."""
+        return {
+            value.slot: index
+            for value, index in self._input_of.items()
+            if value.stage == producer and self._ends.received[index].requires_grad
+        }
+
+    def _is_remote(self, stage: int) -> bool:
+        return self._own.ranks[stage] != self._own.ranks[self._stage]
+
+    def _is_in_graph(self, post: _Post) -> bool:
+        return self._exchange.is_in_graph(post.rank)
+
+
+def _input(index: int) -> str:
+    return f"input:{index}"
