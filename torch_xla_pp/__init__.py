@@ -20,7 +20,7 @@ from torch_xla_pp.errors import (
 )
 from torch_xla_pp.launch import device, init_device_mesh
 from torch_xla_pp.pipeline import Pipe, pipeline
-from torch_xla_pp.runtime import PipelineStage
+from torch_xla_pp.runtime import PipelineStage, clip_grad_norm_
 
 __all__ = [
     "Pipe",
@@ -30,6 +30,7 @@ __all__ = [
     "StageShapeError",
     "TransportError",
     "TransportTimeout",
+    "clip_grad_norm_",
     "device",
     "init_device_mesh",
     "pipeline",

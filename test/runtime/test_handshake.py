@@ -3,7 +3,14 @@ import torch
 
 from torch_xla_pp.errors import StageShapeError
 from torch_xla_pp.mesh import TensorSpec
-from torch_xla_pp.runtime.handshake import Claim, check_fits, claim_faults
+from torch_xla_pp.plan import StageInputs
+from torch_xla_pp.runtime.handshake import (
+    Claim,
+    StageClaim,
+    check_fits,
+    claim_faults,
+    wiring_of,
+)
 
 pytestmark = pytest.mark.pure
 
@@ -13,9 +20,13 @@ def claim(
     num_stages: int = 4,
     microbatches: int = 8,
     transport: str = "in_graph",
+    shared: dict[str, str] | None = None,
 ) -> Claim:
     return Claim(
-        stages=stages,
+        stages=tuple(
+            StageClaim(index=i, inputs=StageInputs.of(i, None), shared=shared or {})
+            for i in stages
+        ),
         num_stages=num_stages,
         num_microbatches=microbatches,
         schedule="Schedule1F1B",
@@ -48,6 +59,21 @@ def test_ranks_with_other_transports_are_told_what_to_set() -> None:
     assert "TORCH_XLA_PP_TRANSPORT=host" in fault
 
 
+def test_claims_make_one_wiring() -> None:
+    wiring = wiring_of([claim(0, 3, shared={"w": "x"}), claim(1, 2)])
+    assert wiring.edges() == [(0, 1), (1, 2), (2, 3)]
+    assert tuple(wiring.ranks) == (0, 1, 1, 0)
+    assert wiring.shared == {"w": (0, 3)}
+
+
+def test_copies_of_a_parameter_must_be_equal() -> None:
+    claims = [claim(0, 1, shared={"w": "x"}), claim(2, 3, shared={"w": "y"})]
+    (fault,) = claim_faults(claims)
+    assert "'w': expected equal copies, got x on stage 0, x on stage 1, y on" in fault
+    (fault,) = claim_faults([claim(0, shared={"w": "x"}), claim(1, 2, 3)])
+    assert "'w': expected on several stages, got x on stage 0 only" in fault
+
+
 def test_unequal_arguments_are_named() -> None:
     faults = claim_faults([claim(0, 1), claim(2, 3, microbatches=4)])
     assert faults[0].startswith("num_microbatches: expected the same on every rank")
@@ -55,7 +81,7 @@ def test_unequal_arguments_are_named() -> None:
 
 def test_offers_that_do_not_fit_name_both_sides() -> None:
     spec = TensorSpec(shape=(2, 3), dtype=torch.float32, partition=(None, None))
-    check_fits(1, [spec], ["float32[2, 3]"])
+    check_fits(1, "stage 0", [spec], ["float32[2, 3]"])
     text = r"stage 1: expected inputs float32\[2, 4\], got float32\[2, 3\] from stage 0"
     with pytest.raises(StageShapeError, match=text):
-        check_fits(1, [spec], ["float32[2, 4]"])
+        check_fits(1, "stage 0", [spec], ["float32[2, 4]"])

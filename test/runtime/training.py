@@ -41,11 +41,13 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Tokens in, logits out; as many blocks as there are stages."""
 
-    def __init__(self, num_blocks: int, width: int = 8) -> None:
+    def __init__(self, num_blocks: int, width: int = 8, is_tied: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
         self.head = nn.Linear(width, VOCAB)
+        if is_tied:
+            self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -99,6 +101,8 @@ class Job:
     axis_sizes: tuple[int, ...] | None = None
     transport: str = ""
     remat: str = "none"
+    is_tied: bool = False
+    max_norm: float | None = None
 
     @property
     def num_stages(self) -> int:
@@ -120,6 +124,7 @@ class Report:
     compiled: dict[str, int] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     parameter_difference: float = 0.0
+    tied: list[Tensor] = field(default_factory=list)
 
     def compare(self, what: str, got: Tensor, expected: Tensor) -> None:
         """Keep the largest difference, relative to the largest value."""
@@ -146,6 +151,7 @@ def build(job: Job, model: Model, mesh: Any) -> list[Any]:
                 job.num_stages,
                 xpp.device(),
                 group=group,
+                tied=tied_names(job, stage),
                 **options,
             )
             for stage in job.stages_of(rank)
@@ -164,11 +170,19 @@ def build(job: Job, model: Model, mesh: Any) -> list[Any]:
     ]
 
 
+def tied_names(job: Job, stage: int) -> dict[str, str]:
+    if not job.is_tied:
+        return {}
+    names = {0: "embed.weight", job.num_stages - 1: "head.weight"}
+    return {names[stage]: "embedding"} if stage in names else {}
+
+
 def start(job: Job) -> tuple[list[Any], Any]:
     """Join the job; return this rank's stages of a seeded model, and the schedule."""
     join(job.transport)
     torch.manual_seed(0)
-    stages = build(job, Model(job.num_stages), mesh_of(job))
+    model = Model(job.num_stages, is_tied=job.is_tied)
+    stages = build(job, model, mesh_of(job))
     return stages, make_schedule(job, stages)
 
 
@@ -217,7 +231,7 @@ def train(job: Job) -> Report:
     join(job.transport)
     mesh = mesh_of(job)
     torch.manual_seed(0)
-    reference = Model(job.num_stages).to(job.dtype)
+    reference = Model(job.num_stages, is_tied=job.is_tied).to(job.dtype)
     model = copy.deepcopy(reference)
     if job.init_device == "meta":
         state = model.state_dict()
@@ -246,6 +260,8 @@ def train(job: Job) -> Report:
                 report.compiled[name] = report.compiled.get(name, 0) + grown
         _expected_step(job, reference, x, y, losses, output, report)
         _compare_grads(stages, reference, report)
+        if job.max_norm is not None:
+            _clip(job.max_norm, stages, reference, report)
         if step == 0:
             _evaluate(job, schedule, stages, reference, report)
             _compare_grads(stages, reference, report)
@@ -255,11 +271,23 @@ def train(job: Job) -> Report:
         expected_optimizer.zero_grad()
         # The optimizer's own program is not the schedule's.
         torch_xla.sync()
-        named = dict(reference.named_parameters())
+        named = dict(reference.named_parameters(remove_duplicate=False))
         for stage in stages:
             for name, parameter in stage.submod.named_parameters():
                 report.compare("parameters", parameter, named[name])
+    report.tied = [
+        stage.submod.get_parameter(name).detach().cpu()
+        for stage in stages
+        for name in tied_names(job, stage.stage_index)
+    ]
     return report
+
+
+def _clip(max_norm: float, stages: list[Any], reference: Model, report: Report) -> None:
+    norm = xpp.clip_grad_norm_(stages, max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+    report.compare("norm", norm, expected)
+    _compare_grads(stages, reference, report)
 
 
 def _counters() -> dict[str, int]:
@@ -289,7 +317,7 @@ def _expected_step(
 
 
 def _compare_grads(stages: list[Any], reference: Model, report: Report) -> None:
-    named = dict(reference.named_parameters())
+    named = dict(reference.named_parameters(remove_duplicate=False))
     for stage in stages:
         for name, parameter in stage.submod.named_parameters():
             expected = named[name].grad

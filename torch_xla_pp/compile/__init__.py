@@ -12,6 +12,7 @@ from torch_xla_pp.compile.partition import (
     partition_joint,
 )
 from torch_xla_pp.compile.program import Program
+from torch_xla_pp.compile.shared import SharedSums
 from torch_xla_pp.compile.stage_programs import (
     Borders,
     Forwarded,
@@ -27,6 +28,7 @@ __all__ = [
     "LossProgram",
     "Program",
     "Remat",
+    "SharedSums",
     "StageFunctions",
     "StagePrograms",
     "accumulator",

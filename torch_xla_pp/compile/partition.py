@@ -115,6 +115,14 @@ class StageFunctions:
     parameter_grads: Mapping[str, str]
 
 
+def nothing(name: str) -> Function:
+    """Return a function that computes nothing, for a program that passes values on."""
+    graph = fx.Graph()
+    graph.output(())
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    return Function(name=name, module=module, inputs=(), outputs=())
+
+
 def accumulator(role: str) -> str:
     """Return the name under which the gradient so far of a parameter is passed."""
     return f"sum:{role}"

@@ -75,7 +75,8 @@ class Program:
         outputs = [n for n in dict.fromkeys(kept) if wanted is None or n in wanted]
         has_border = bool(received or sent)
         self.outputs = (*outputs, TOKEN) if has_border else tuple(outputs)
-        self._pins = {n: pins[n] for n in function.outputs if n in pins}
+        pinned = (*function.outputs, *self._parts)
+        self._pins = {n: pins[n] for n in pinned if n in pins}
         self._checked = [i for i, n in enumerate(self.inputs) if n in checked]
         self._donated = [i for i, n in enumerate(self.inputs) if n in donated]
         self._expected: list[str] = []

@@ -13,7 +13,7 @@ that `tangent_name` tells, and the backward adds them up.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from torch import Tensor, fx, nn
+from torch import Tensor
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import border
@@ -25,6 +25,7 @@ from torch_xla_pp.compile.partition import (
     Remat,
     StageFunctions,
     accumulator,
+    nothing,
     partition_joint,
 )
 from torch_xla_pp.compile.program import Program
@@ -362,7 +363,7 @@ def _program(
     if function is None and not sent and not has_passing:
         return None
     return Program(
-        function or _nothing(),
+        function or nothing("backward"),
         pins,
         checked,
         donated=donated,
@@ -371,14 +372,6 @@ def _program(
         parts=parts,
         wanted=None if wanted is None else {n for n in wanted if n is not None},
     )
-
-
-def _nothing() -> Function:
-    """Return a function that computes nothing, for a program that passes on."""
-    graph = fx.Graph()
-    graph.output(())
-    module = fx.GraphModule(nn.Module(), graph)
-    return Function(name="backward", module=module, inputs=(), outputs=())
 
 
 def _reads(program: Program | None) -> set[str]:

@@ -1,7 +1,7 @@
 """The stages of all ranks, and what each takes from the others."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils import _pytree as pytree
@@ -13,15 +13,17 @@ from torch_xla_pp.plan.stage_inputs import StageInputs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wiring:
-    """Know the sources of every stage's arguments, and the rank of every stage.
+    """Know what each stage takes, which parameters it shares, and its rank.
 
     Args:
         inputs: Inputs of each stage.
         ranks: Rank of each stage.
+        shared: Group of shared parameters → stages that have a copy, in order.
     """
 
     inputs: Sequence[StageInputs]
     ranks: Sequence[int]
+    shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def producers(self, stage: int) -> tuple[int, ...]:
         """Return the stages whose outputs `stage` takes."""

@@ -33,10 +33,14 @@ class Exchange:
         if rank != self._group.rank():
             self._group.transport.expect(message, rank)
 
+    def is_own(self, rank: int) -> bool:
+        """Return whether group rank `rank` is this one."""
+        return rank == self._group.rank()
+
     def is_in_graph(self, rank: int) -> bool:
         """Return whether programs exchange values with group rank `rank` themselves."""
-        is_own = rank == self._group.rank()
-        return not is_own and isinstance(self._group.transport, InGraphTransport)
+        is_in_graph = isinstance(self._group.transport, InGraphTransport)
+        return is_in_graph and not self.is_own(rank)
 
     def send_route(
         self, message: Message, rank: int, layouts: Sequence[ShardLayout]

@@ -6,7 +6,7 @@ claims fit together; then every stage *offers* what it makes, for those that tak
 
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch_xla_pp.errors import PlanError, StageShapeError
@@ -17,25 +17,38 @@ from torch_xla_pp.transport import Rendezvous
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StageClaim:
+    """State what one stage is.
+
+    Args:
+        index: Index of the stage.
+        inputs: What it takes from other stages.
+        shared: Group of a shared parameter → a text that is equal for equal copies.
+    """
+
+    index: int
+    inputs: StageInputs
+    shared: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
     """State what one rank brings to a schedule.
 
     Args:
-        stages: Indices of the rank's stages.
+        stages: The rank's stages.
         num_stages: Number of stages of the pipeline.
         num_microbatches: Number of microbatches of the schedule.
         schedule: Name of the schedule's class.
         transport: Name of what carries values between ranks.
-        inputs: What each of the stages takes from others.
         key: A text of the rank's own that no other handshake has.
     """
 
-    stages: tuple[int, ...]
+    stages: tuple[StageClaim, ...]
     num_stages: int
     num_microbatches: int
     schedule: str
     transport: str
-    inputs: tuple[StageInputs, ...]
     key: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
 
@@ -77,13 +90,17 @@ def agree_on_stages(rendezvous: Rendezvous, claim: Claim) -> tuple[str, Wiring]:
 
 def wiring_of(claims: Sequence[Claim]) -> Wiring:
     """Put the claims of the ranks together, which must have no faults."""
-    found = {
-        stage: (inputs, rank)
-        for rank, claim in enumerate(claims)
-        for stage, inputs in zip(claim.stages, claim.inputs, strict=True)
-    }
-    ordered = [found[stage] for stage in range(len(found))]
-    return Wiring(inputs=[i for i, _ in ordered], ranks=[rank for _, rank in ordered])
+    found = [(stage, rank) for rank, c in enumerate(claims) for stage in c.stages]
+    found.sort(key=lambda pair: pair[0].index)
+    shared: dict[str, tuple[int, ...]] = {}
+    for stage, _ in found:
+        for group in stage.shared:
+            shared[group] = (*shared.get(group, ()), stage.index)
+    return Wiring(
+        inputs=[stage.inputs for stage, _ in found],
+        ranks=[rank for _, rank in found],
+        shared=shared,
+    )
 
 
 def claim_faults(claims: Sequence[Claim]) -> list[str]:
@@ -102,18 +119,44 @@ def claim_faults(claims: Sequence[Claim]) -> list[str]:
             f"transport: expected the same on every rank, got {transports}. Set "
             "TORCH_XLA_PP_TRANSPORT=host, or see the warnings of the ranks with host."
         )
-    owners = {
-        stage: [rank for rank, claim in enumerate(claims) if stage in claim.stages]
-        for stage in range(claims[0].num_stages)
-    }
-    counts = Counter(stage for claim in claims for stage in claim.stages)
-    for stage, ranks in owners.items():
+    return faults + _place_faults(claims) + _shared_faults(claims)
+
+
+def _place_faults(claims: Sequence[Claim]) -> list[str]:
+    """List the stages that are not on exactly one rank."""
+    faults = []
+    held = [[stage.index for stage in claim.stages] for claim in claims]
+    counts = Counter(index for indices in held for index in indices)
+    for stage in range(claims[0].num_stages):
+        ranks = [rank for rank, indices in enumerate(held) if stage in indices]
         if not ranks:
             faults.append(f"stage {stage}: expected on one rank, got it on none.")
         elif counts[stage] > 1:
             faults.append(
                 f"stage {stage}: expected on one rank, got it on ranks {ranks}. "
                 "Build each stage once, e.g. stage_index = the rank in the group."
+            )
+    return faults
+
+
+def _shared_faults(claims: Sequence[Claim]) -> list[str]:
+    """List the shared parameters whose copies differ, or that have one copy only."""
+    copies: dict[str, dict[int, str]] = {}
+    for stage in (stage for claim in claims for stage in claim.stages):
+        for group, text in stage.shared.items():
+            copies.setdefault(group, {})[stage.index] = text
+    faults = []
+    for group, found in copies.items():
+        texts = [f"{text} on stage {index}" for index, text in sorted(found.items())]
+        if len(found) == 1:
+            faults.append(
+                f"shared parameter {group!r}: expected on several stages, got "
+                f"{texts[0]} only. Name the group on every stage that has a copy."
+            )
+        elif len(set(found.values())) > 1:
+            faults.append(
+                f"shared parameter {group!r}: expected equal copies, got "
+                f"{', '.join(texts)}. Load the same values on every stage."
             )
     return faults
 

@@ -41,6 +41,9 @@ class PipelineStage(XlaPipelineStage):
             keyword arguments, `[]` for none; None for the previous stage, the items
             of whose output are taken one by one. Further arguments are those of the
             schedule's `step` on this rank.
+        tied: Name of a parameter → name of a group, for a parameter of which other
+            stages have copies, e.g. `{"head.weight": "embedding"}`: parameters of one
+            group begin with equal values and get the sum of all their gradients.
         remat: Which forward values the backward computes again: "none" for those under
             `torch.utils.checkpoint` only, "full" for all, or the ops whose results
             are kept, e.g. `[torch.ops.aten.mm.default]`.
@@ -68,6 +71,7 @@ class PipelineStage(XlaPipelineStage):
         sharding: Mapping[str, Partition] | None = None,
         batch_axis: BatchAxis = AUTO,
         inputs_from: InputsFrom | None = None,
+        tied: Mapping[str, str] | None = None,
         remat: Remat = "none",
     ) -> None:
         if dw_builder is not None:
@@ -85,6 +89,7 @@ class PipelineStage(XlaPipelineStage):
             sharding=sharding,
             batch_axis=batch_axis,
             inputs_from=inputs_from,
+            tied=tied,
             remat=remat,
             expected_inputs=_tensors("input_args", input_args),
             expected_outputs=_tensors("output_args", output_args),

@@ -30,6 +30,10 @@ class ModuleState:
 
     Raises:
         ValueError: A rule does not fit a parameter.
+
+    Attributes:
+        copies: Roles of the parameters that an earlier stage has, too.
+        fixed: All values by role.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class ModuleState:
         self._spent_before: list[Tensor] = []
         self._texts: dict[str, str] = {}
         self._before: dict[str, Tensor] = {}
+        self.copies: set[str] = set()
         self.fixed: dict[str, Tensor] = {}
         shapes = {name: tuple(t.shape) for name, t in _named_tensors(module)}
         self._partitions = match_rules(rules, shapes, placement.local)
@@ -96,6 +101,20 @@ class ModuleState:
             self._sums = programs.start_sums(self.fixed, self._grads())
         return self._sums
 
+    def sum_of(self, role: str) -> Tensor:
+        """Return the gradient of a parameter in this step, zeros if it has none."""
+        found = self._sums.get(accumulator(role))
+        if found is None:
+            value = self.fixed[role]
+            found = torch.zeros_like(value)
+            xla_compat.annotate(found, xla_compat.sharding_of(value))
+            xla_compat.materialize([found])
+        return found
+
+    def replace_sums(self, sums: Mapping[str, Tensor]) -> None:
+        """Replace some gradient sums by others, which no program took over."""
+        self._sums |= sums
+
     def set_sums(self, sums: Mapping[str, Tensor]) -> None:
         """Replace the gradient sums by what a program made of them.
 
@@ -125,11 +144,14 @@ class ModuleState:
             self.fixed[role] = value
 
     def _grads(self) -> dict[str, Tensor]:
-        """Return the gradients that parameters have, laid out like them."""
+        """Return the gradients that parameters have, laid out like them.
+
+        Those of `copies` are left out, as their owner has them.
+        """
         return {
             role: _like(value.grad.detach(), value)
             for role, value in self.fixed.items()
-            if value.grad is not None
+            if value.grad is not None and role not in self.copies
         }
 
     def _move(self) -> None:

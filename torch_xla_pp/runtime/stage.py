@@ -30,7 +30,7 @@ from torch_xla_pp.mesh import Partition, TensorSpec
 from torch_xla_pp.plan import InputsFrom, StageInputs, Wiring
 from torch_xla_pp.runtime import handshake
 from torch_xla_pp.runtime.exchange import Exchange
-from torch_xla_pp.runtime.handshake import Claim, Offer
+from torch_xla_pp.runtime.handshake import Claim, Offer, StageClaim
 from torch_xla_pp.runtime.links import Ends, Links
 from torch_xla_pp.runtime.loss import StageLoss
 from torch_xla_pp.runtime.memory import Shelf, StageMemory
@@ -44,6 +44,7 @@ from torch_xla_pp.runtime.plan import (
     describe_all,
     spec_of,
 )
+from torch_xla_pp.runtime.shared import SharedParameters
 from torch_xla_pp.runtime.silent_stage import SilentStage
 from torch_xla_pp.runtime.step_kinds import StepKinds
 from torch_xla_pp.runtime.torch_compat import (
@@ -96,6 +97,8 @@ class XlaPipelineStage(SilentStage):
             are kept, e.g. `[torch.ops.aten.mm.default]`.
         inputs_from: Which stages make the first arguments, see `InputsFrom`; None for
             the previous stage, whose output's items are taken one by one.
+        tied: Parameter name → group, for parameters of which other stages have copies:
+            equal groups are one parameter.
         expected_inputs: What the positional inputs must look like, None if anything
             the module takes is right.
         expected_outputs: What the outputs must look like, likewise.
@@ -118,6 +121,7 @@ class XlaPipelineStage(SilentStage):
         batch_axis: BatchAxis = AUTO,
         remat: Remat = "none",
         inputs_from: InputsFrom | None = None,
+        tied: Mapping[str, str] | None = None,
         expected_inputs: Sequence[Tensor] | None = None,
         expected_outputs: Sequence[Tensor] | None = None,
     ) -> None:
@@ -130,7 +134,10 @@ class XlaPipelineStage(SilentStage):
             super().__init__(submodule, stage_index, num_stages, device, group)
             self._placement = Placement(mesh, batch_axis)
             self._state = ModuleState(submodule, self._placement, sharding or {})
-        self._exchange = Exchange(self._pg)
+            self._exchange = Exchange(self._pg)
+            self._shared = SharedParameters(
+                stage_index, submodule, tied or {}, self._exchange
+            )
         self._remat = remat
         self._expected_inputs = expected_inputs
         self._expected_outputs = expected_outputs
@@ -150,6 +157,15 @@ class XlaPipelineStage(SilentStage):
             saved_bytes=self._shelf.most_bytes,
             state_bytes=self._state.num_bytes,
         )
+
+    def owned_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by name, without copies that an earlier stage owns.
+
+        Which those are is known once a schedule has begun its first step.
+        """
+        named = self.submod.named_parameters()
+        copies = self._state.copies
+        return {name: p for name, p in named if f"param:{name}" not in copies}
 
     # Called by a schedule at the start of every step.
 
@@ -202,12 +218,11 @@ class XlaPipelineStage(SilentStage):
 
     def _claim(self, schedule: Schedule, stages: Sequence[Any]) -> None:
         claim = Claim(
-            stages=tuple(stage.stage_index for stage in stages),
+            stages=tuple(stage._claim_of_stage() for stage in stages),
             num_stages=self.num_stages,
             num_microbatches=num_microbatches(schedule),
             schedule=type(schedule).__name__,
             transport=self._exchange.transport_name,
-            inputs=tuple(stage._inputs_from for stage in stages),
         )
         key, wiring = handshake.agree_on_stages(self._pg.rendezvous, claim)
         kinds = StepKinds(self._pg.rendezvous, key, wiring.ranks[0])
@@ -221,6 +236,13 @@ class XlaPipelineStage(SilentStage):
             stage._drives[schedule] = _Drive(kinds, wiring, is_given, loss)
             stage._expect_messages(wiring)
 
+    def _claim_of_stage(self) -> StageClaim:
+        return StageClaim(
+            index=self.stage_index,
+            inputs=self._inputs_from,
+            shared=self._shared.describe(),
+        )
+
     def _expect_messages(self, wiring: Wiring) -> None:
         me = self.stage_index
         for producer in wiring.producers(me):
@@ -229,6 +251,8 @@ class XlaPipelineStage(SilentStage):
         for consumer in wiring.consumers(me):
             message = Message("B", me, 0, consumer)
             self._exchange.expect(message, wiring.ranks[consumer])
+        self._shared.connect(wiring)
+        self._state.copies = {f"param:{name}" for name in self._shared.copies(wiring)}
 
     def _take_loss(self, schedule: Schedule) -> StageLoss | None:
         """Let the schedule call this stage for the loss, if it is the last one."""
@@ -568,6 +592,8 @@ class XlaPipelineStage(SilentStage):
         self._num_done += 1
         stages = local_stages(self._driver())
         if all(stage._num_done == plan.num_microbatches for stage in stages):
+            if any(stage.has_backward for stage in stages):
+                _combine_shared(stages)
             self._exchange.settle()
             for stage in stages:
                 stage._state.publish_grads()
@@ -616,6 +642,15 @@ class XlaPipelineStage(SilentStage):
             for stage in local_stages(self._driver()):
                 stage._state.roll_back()
             raise
+
+
+def _combine_shared(stages: Sequence[Any]) -> None:
+    """Add up the gradients of shared parameters; all stages send, then receive."""
+    sharing = [stage for stage in stages if stage._shared]
+    for stage in sharing:
+        stage._shared.give(stage._state)
+    for stage in sharing:
+        stage._shared.take(stage._state)
 
 
 def _free_parameters(module: nn.Module, taken: Template) -> frozenset[str] | None:
