@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,24 +10,39 @@ from torch import fx
 from torch.distributed.pipelining import Pipe
 from torch.distributed.pipelining import pipeline as _upstream_pipeline
 from torch.distributed.pipelining._IR import _modify_graph_op_device
-from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    _Action,
+    _PipelineSchedule,
+)
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 __all__ = [
     "Pipe",
+    "ScheduleMulti",
     "StageBase",
+    "begin_microbatches",
     "calling_schedule",
+    "compute_loss",
+    "end_microbatches",
+    "has_backward",
     "local_stages",
     "loss_function",
+    "loss_of",
     "move_factories_to",
     "num_microbatches",
+    "num_stages",
+    "order_in_cells",
+    "runs_as",
     "scales_grads",
     "set_loss_function",
+    "set_order",
     "trace_and_split",
 ]
 
 StageBase = _PipelineStageBase
 Schedule = _PipelineSchedule
+ScheduleMulti = PipelineScheduleMulti
 
 
 def calling_schedule() -> Schedule | None:
@@ -59,6 +74,11 @@ def num_microbatches(schedule: Schedule) -> int:
     return schedule._n_microbatches
 
 
+def num_stages(schedule: Schedule) -> int:
+    """Return the number of stages of the pipeline that `schedule` drives."""
+    return int(schedule._num_stages)  # type: ignore[attr-defined]
+
+
 def scales_grads(schedule: Schedule) -> bool:
     """Return whether gradients are averaged over the microbatches."""
     return schedule.scale_grads
@@ -76,6 +96,76 @@ def set_loss_function(schedule: Schedule, function: Callable[[Any, Any], Any]) -
     only of the result. This can go when upstream passes the target to the stage.
     """
     schedule._loss_fn = function
+
+
+def runs_as(schedule: Schedule, upstream: type[Schedule]) -> bool:
+    """Return whether the loop of `schedule` over its actions is that of `upstream`."""
+    return type(schedule)._step_microbatches is upstream._step_microbatches
+
+
+def order_in_cells(schedule: ScheduleMulti) -> list[list[str]]:
+    """Return the actions of each rank as upstream writes them, idle steps as "".
+
+    They are the lowered ones if `schedule` runs those; nothing if it has no order yet.
+    """
+    order: dict[int, Any] = getattr(schedule, "pipeline_order_with_comms", {})
+    order = order or schedule.pipeline_order
+    return [
+        ["" if action is None else str(action) for action in order[rank]]
+        for rank in sorted(order)
+    ]
+
+
+def set_order(schedule: ScheduleMulti, cells: Sequence[Sequence[str]]) -> None:
+    """Give `schedule` its actions, and its stages the ranks that follow from them."""
+    schedule.pipeline_order = {
+        rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(cells)
+    }
+    schedule._validate_and_set_stage_mapping(schedule.pipeline_order)
+
+
+def has_backward(schedule: Schedule) -> bool:
+    """Return whether the step that `schedule` runs is a training step."""
+    return schedule._has_backward
+
+
+def begin_microbatches(
+    schedule: ScheduleMulti,
+    args: list[Any] | None,
+    kwargs: list[Any] | None,
+    targets: list[Any] | None,
+    losses: list[Any] | None,
+) -> tuple[list[Any], list[Any]]:
+    """Check what a schedule passes to its own loop, and prepare its stages.
+
+    Returns:
+        The positional and the keyword arguments of each microbatch.
+    """
+    checked = schedule._check_inputs(args, kwargs, targets, losses)
+    if not schedule._stages_initialized:
+        schedule._initialize_stages(checked[0][0], checked[1][0])
+    return checked
+
+
+def compute_loss(
+    schedule: Schedule, stage: Any, output: Any, targets: list[Any] | None, index: int
+) -> None:
+    """Compute and keep the loss of a microbatch, if `stage` is the last one."""
+    schedule._maybe_compute_loss(stage, output, targets, index)
+
+
+def loss_of(schedule: Schedule, stage: Any, index: int) -> Any:
+    """Return the loss of a microbatch that `compute_loss` kept, None if there is none.
+
+    Upstream raises for other stages when the last one is on the same rank and has not
+    come to this microbatch.
+    """
+    return schedule._maybe_get_loss(stage, index) if stage.is_last else None
+
+
+def end_microbatches(schedule: ScheduleMulti, losses: list[Any] | None) -> None:
+    """Hand the losses of a step over to the caller's list."""
+    schedule._update_losses(schedule._stages, losses)
 
 
 def trace_and_split(*args: Any, **kwargs: Any) -> Pipe:
