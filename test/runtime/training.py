@@ -18,6 +18,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn import functional as F
 
 import torch_xla_pp as xpp
+from torch_xla_pp.schedule import Schedule
 
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
@@ -79,7 +80,7 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to train, and how."""
+    """What to train, and how; `table` takes the place of `schedule`."""
 
     schedule: str = "1F1B"
     frontend: str = "traced"
@@ -99,12 +100,21 @@ class Job:
     axis_sizes: tuple[int, ...] | None = None
     transport: str = ""
     remat: str = "none"
+    table: str = ""
+
+    @property
+    def order(self) -> Schedule:
+        return Schedule.from_csv(self.table)
 
     @property
     def num_stages(self) -> int:
+        if self.table:
+            return self.order.num_stages
         return self.ranks if self.schedule in SINGLE else 2 * self.ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
+        if self.table:
+            return self.order.stages_of(rank)
         if self.schedule in SINGLE:
             return (rank,)
         if self.schedule in LOOPED:
@@ -165,7 +175,11 @@ def build(job: Job, model: Model, mesh: Any) -> list[Any]:
 
 
 def make_schedule(job: Job, stages: list[Any]) -> Any:
-    """Make torch's schedule, unmodified."""
+    """Make torch's schedule, unmodified, or one from a table."""
+    if job.table:
+        return xpp.ScheduleFromTable(
+            stages, job.table, loss_fn, scale_grads=job.scale_grads
+        )
     cls = get_schedule_class(job.schedule)
     first = stages[0] if job.schedule in SINGLE else stages
     return cls(

@@ -141,17 +141,17 @@ def begin_microbatches(
     Returns:
         The positional and the keyword arguments of each microbatch.
     """
-    checked = schedule._check_inputs(args, kwargs, targets, losses)
+    every_args, every_kwargs = schedule._check_inputs(args, kwargs, targets, losses)
     if not schedule._stages_initialized:
-        schedule._initialize_stages(checked[0][0], checked[1][0])
-    return checked
+        schedule._initialize_stages(every_args[0], every_kwargs[0])
+    return every_args, every_kwargs
 
 
 def compute_loss(
     schedule: Schedule, stage: Any, output: Any, targets: list[Any] | None, index: int
 ) -> None:
     """Compute and keep the loss of a microbatch, if `stage` is the last one."""
-    schedule._maybe_compute_loss(stage, output, targets, index)
+    schedule._maybe_compute_loss(stage, output, targets, index)  # type: ignore[no-untyped-call]
 
 
 def loss_of(schedule: Schedule, stage: Any, index: int) -> Any:
@@ -160,12 +160,14 @@ def loss_of(schedule: Schedule, stage: Any, index: int) -> Any:
     Upstream raises for other stages when the last one is on the same rank and has not
     come to this microbatch.
     """
-    return schedule._maybe_get_loss(stage, index) if stage.is_last else None
+    if not stage.is_last:
+        return None
+    return schedule._maybe_get_loss(stage, index)  # type: ignore[no-untyped-call]
 
 
 def end_microbatches(schedule: ScheduleMulti, losses: list[Any] | None) -> None:
     """Hand the losses of a step over to the caller's list."""
-    schedule._update_losses(schedule._stages, losses)
+    schedule._update_losses(schedule._stages, losses)  # type: ignore[no-untyped-call]
 
 
 def trace_and_split(*args: Any, **kwargs: Any) -> Pipe:

@@ -80,8 +80,9 @@ def interleaved_1f1b(
 def zb1p(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """Fill the bubble of 1F1B with the gradients of weights.
 
-    Rank r puts those off for r microbatches. The values that it saves are those of
-    1F1B, the bubble is a third of 1F1B's if all actions take equally long.
+    Rank r puts those off for r microbatches, and so holds saved values of `num_ranks`
+    microbatches, as many as rank 0 of 1F1B. The bubble is a third of 1F1B's if F, I
+    and W take equally long.
 
     Source: Qi et al., "Zero Bubble (Almost) Pipeline Parallelism", ICLR 2024, section
     2.1 (ZB-H1, also called ZB1P); several stages on a rank, and rounds, as in

@@ -20,9 +20,10 @@ _Phases = Iterable[tuple[int, str]]  # how often, and what
 def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
     """Fill the bubble with the gradients of weights, over two stages per rank.
 
-    There is no bubble from the first backward on if F, I and W take equally long, and
-    the saved values are those of 1F1B on every rank. Below `2 * num_ranks - 1`
-    microbatches it is the order for that many, without those that do not exist.
+    There is no bubble from the first backward on if F, I and W take equally long.
+    Every rank holds what rank 0 of 1F1B holds, as its two stages are half as large.
+    With less than `2 * num_ranks - 1` microbatches it is the order for that many,
+    without those that do not exist.
 
     Source: Qi et al., "Zero Bubble (Almost) Pipeline Parallelism", ICLR 2024, section
     6 (ZB-V).
