@@ -18,6 +18,7 @@ from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
 )
 
+from torch_xla_pp import ScheduleError
 from torch_xla_pp.runtime import order_of
 from torch_xla_pp.schedule import (
     Schedule,
@@ -79,4 +80,6 @@ def test_upstreams_statement_of_1f1b_is_not_what_it_runs() -> None:
     schedule, _ = make(Schedule1F1B, 3, 6)
     stated = schedule.pipeline_order
     cells = [["" if a is None else str(a) for a in stated[r]] for r in range(3)]
-    assert Schedule.from_cells(cells) != one_f_one_b(3, 6)
+    with pytest.raises(ScheduleError, match="microbatch 0: .* got B") as error:
+        verify(Schedule.from_cells(cells), chain_of(3), num_microbatches=6)
+    assert "2F6: expected microbatches 0..5, got 6" in str(error.value)

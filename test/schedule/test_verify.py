@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from schedule.interpreter import Stuck, interpret, unsplit
 from strategies import StageDag, legal_tables, needs_of, stage_dags
@@ -96,6 +96,7 @@ def replaced(schedule: Schedule, rank: int, row: list[Action]) -> Schedule:
     return Schedule(actions=tuple(changed))
 
 
+@settings(max_examples=40)
 @given(st.data(), legal_cases())
 def test_a_dropped_action_is_missed(
     data: st.DataObject, case: tuple[StageDag, Schedule]
@@ -110,6 +111,7 @@ def test_a_dropped_action_is_missed(
     assert error.value.rank == rank
 
 
+@settings(max_examples=40)
 @given(st.data(), legal_cases())
 def test_a_doubled_action_is_found(
     data: st.DataObject, case: tuple[StageDag, Schedule]
@@ -122,6 +124,7 @@ def test_a_doubled_action_is_found(
         check(replaced(schedule, rank, row), dag)
 
 
+@settings(max_examples=40)
 @given(st.data(), legal_cases())
 def test_exchanging_what_depends_on_each_other_is_found(
     data: st.DataObject, case: tuple[StageDag, Schedule]
@@ -145,6 +148,7 @@ def test_exchanging_what_depends_on_each_other_is_found(
         check(replaced(schedule, rank, row), dag)
 
 
+@settings(max_examples=40)
 @given(st.data(), legal_cases())
 def test_an_action_on_another_rank_is_found(
     data: st.DataObject, case: tuple[StageDag, Schedule]
@@ -162,6 +166,7 @@ def test_an_action_on_another_rank_is_found(
         check(moved, dag)
 
 
+@settings(max_examples=40)
 @given(st.data(), legal_cases())
 def test_forwards_alone_are_legal_for_evaluation(
     data: st.DataObject, case: tuple[StageDag, Schedule]
@@ -342,6 +347,14 @@ def test_of_a_long_table_the_steps_near_the_culprit_are_shown() -> None:
     assert lines.count("...") == 2
     assert len(lines) < 40
     assert any("<--" in line and line.startswith("50 ") for line in lines)
+
+
+def test_of_a_long_table_without_a_culprit_the_first_steps_are_shown() -> None:
+    schedule = gpipe(2, 100)
+    with pytest.raises(ScheduleError, match=r"microbatch 99: .* got F\.") as error:
+        verify(replaced(schedule, 1, list(schedule.actions[1])[:-1]), chain_of(2))
+    lines = str(error.value).splitlines()
+    assert lines[-1] == "..." and lines[-2].startswith("20 ")
 
 
 def test_edges_must_lead_to_a_higher_stage() -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch_xla_pp.errors import ScheduleError
 from torch_xla_pp.schedule.action import Action
-from torch_xla_pp.schedule.grid import format_grid
+from torch_xla_pp.schedule.grid import format_culprit
 from torch_xla_pp.schedule.schedule import Schedule
 
 
@@ -35,14 +35,11 @@ def refuse(schedule: Schedule, faults: Sequence[Fault]) -> None:
     if not faults:
         return
     first = next((fault for fault in faults if fault.step is not None), faults[0])
-    mark = None
-    if first.rank is not None and first.step is not None:
-        mark = first.rank, first.step
     count = f"{len(faults)} fault" + ("s" if len(faults) > 1 else "")
     lines = [f"schedule: expected one that can run, got {count}:"]
     lines += [f"  {fault.text}" for fault in faults]
     raise ScheduleError(
-        "\n".join([*lines, format_grid(schedule.actions, mark)]),
+        "\n".join([*lines, format_culprit(schedule.actions, first.rank, first.step)]),
         rank=first.rank,
         step=first.step,
         action=None if first.action is None else str(first.action),

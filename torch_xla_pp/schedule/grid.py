@@ -8,27 +8,35 @@ from torch_xla_pp.schedule.action import Action
 IDLE = "."
 _ARROW = " <--"
 _NEAR = 10
+_MANY = 40
 
 
-def format_grid(
-    rows: Sequence[Sequence[Action]], mark: tuple[int, int] | None = None
-) -> str:
+def format_grid(rows: Sequence[Sequence[Action]]) -> str:
     """Return a table in which line `step` holds the rank's action number `step`.
 
     Args:
         rows: The actions of each rank.
-        mark: Rank and step of an action to point at. Of a long table only the steps
-            near it are shown.
+    """
+    steps = _steps_of([[str(action) for action in row] for row in rows])
+    return "\n".join(_aligned([_header(len(rows)), *steps]))
+
+
+def format_culprit(
+    rows: Sequence[Sequence[Action]], rank: int | None, step: int | None
+) -> str:
+    """Return the table with an arrow at one action, if it is in the table.
+
+    Of a long table only the steps near the action are shown, or the first ones.
     """
     cells = [[str(action) for action in row] for row in rows]
-    if mark is not None:
-        rank, step = mark
+    if rank is not None and step is not None:
         cells[rank][step] += _ARROW
-    steps = list(zip_longest(*cells, fillvalue=IDLE))
-    first, last = _range_shown(len(steps), mark)
-    shown = [[str(step), *steps[step]] for step in range(first, last)]
-    header = ["step", *[f"rank {rank}" for rank in range(len(cells))]]
-    lines = _aligned([header, *shown])
+    steps = _steps_of(cells)
+    if len(steps) <= _MANY:
+        return "\n".join(_aligned([_header(len(rows)), *steps]))
+    first = max(0, (step or 0) - _NEAR)
+    last = first + 2 * _NEAR + 1
+    lines = _aligned([_header(len(rows)), *steps[first:last]])
     if first > 0:
         lines.insert(1, "...")
     if last < len(steps):
@@ -37,7 +45,7 @@ def format_grid(
 
 
 def cells_of(text: str) -> list[list[str]]:
-    """Parse what `format_grid` prints without a mark; idle cells are left out.
+    """Parse what `format_grid` prints; idle cells are left out.
 
     Raises:
         ValueError: The text is no such table.
@@ -59,10 +67,14 @@ def cells_of(text: str) -> list[list[str]]:
     return [[cell for cell in row if cell != IDLE] for row in rows]
 
 
-def _range_shown(num_steps: int, mark: tuple[int, int] | None) -> tuple[int, int]:
-    if mark is None:
-        return 0, num_steps
-    return max(0, mark[1] - _NEAR), min(num_steps, mark[1] + _NEAR + 1)
+def _header(num_ranks: int) -> list[str]:
+    return ["step", *(f"rank {rank}" for rank in range(num_ranks))]
+
+
+def _steps_of(cells: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Turn the cells of each rank into numbered lines of one step each."""
+    steps = zip_longest(*cells, fillvalue=IDLE)
+    return [[str(number), *step] for number, step in enumerate(steps)]
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
