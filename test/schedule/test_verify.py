@@ -209,13 +209,13 @@ def test_forwards_alone_are_legal_for_evaluation(
         (
             ["0F0 0B0", "1F0 1B0"],
             {"num_microbatches": 3},
-            r"stage 0, microbatches 1\.\.2: .* got nothing",
+            r"stage 0, microbatch 1\.\.2: .* got nothing",
             (0, None, "0F1"),
         ),
         (
             ["0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"],
             {"num_microbatches": 1},
-            r"1, step 2: 1F1: expected microbatches 0\.\.0, got 1",
+            r"rank 1, step 2: 1F1: expected microbatches 0, got 1\. Build",
             (0, 2, "0F1"),
         ),
         (

@@ -47,28 +47,16 @@ def dag_1f1b(
             missing from the placement.
     """
     check_counts("dag_1f1b", num_microbatches=num_microbatches)
-    edges = sorted(set(edges))
-    num_stages = len(placement)
-    check_edges("dag_1f1b", edges, num_stages)
     _check_placement(placement)
-    simulation = _Simulation(
-        num_microbatches=num_microbatches,
-        producers=neighbours_of([(c, p) for p, c in edges], num_stages),
-        consumers=neighbours_of(edges, num_stages),
-        carriers=neighbours_of(
-            [(other, carrier) for carrier, other in carriers_of(edges, placement)],
-            num_stages,
-        ),
-        depths=depths_of(edges, num_stages),
-        forwards=[0] * num_stages,
-        backwards=[0] * num_stages,
-    )
-    stages_of_rank: list[list[int]] = [[] for _ in set(placement.values())]
-    for stage in range(num_stages):
-        stages_of_rank[placement[stage]].append(stage)
-    rows: list[list[Action]] = [[] for _ in stages_of_rank]
+    edges = sorted(set(edges))
+    check_edges("dag_1f1b", edges, len(placement))
+    simulation = _simulation(edges, placement, num_microbatches)
+    stages_of: list[list[int]] = [[] for _ in set(placement.values())]
+    for stage, rank in sorted(placement.items()):
+        stages_of[rank].append(stage)
+    rows: list[list[Action]] = [[] for _ in stages_of]
     while not simulation.is_done:
-        chosen = [simulation.choose(stages) for stages in stages_of_rank]
+        chosen = [simulation.choose(stages) for stages in stages_of]
         for row, action in zip(rows, chosen, strict=True):
             if action is not None:
                 row.append(action)
@@ -127,6 +115,23 @@ class _Simulation:
             and all(self.forwards[p] > microbatch for p in self.producers[stage])
             and all(self.forwards[c] > microbatch for c in self.carriers[stage])
         )
+
+
+def _simulation(
+    edges: Sequence[Edge], placement: Mapping[int, int], num_microbatches: int
+) -> _Simulation:
+    """Make a simulation in which nothing has run."""
+    num_stages = len(placement)
+    carriers = carriers_of(edges, placement)
+    return _Simulation(
+        num_microbatches=num_microbatches,
+        producers=neighbours_of([(c, p) for p, c in edges], num_stages),
+        consumers=neighbours_of(edges, num_stages),
+        carriers=neighbours_of([(o, c) for c, o in carriers], num_stages),
+        depths=depths_of(edges, num_stages),
+        forwards=[0] * num_stages,
+        backwards=[0] * num_stages,
+    )
 
 
 def _check_placement(placement: Mapping[int, int]) -> None:

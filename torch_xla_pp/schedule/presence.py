@@ -6,7 +6,7 @@ from itertools import groupby
 
 from torch_xla_pp.schedule.action import KINDS, Action
 from torch_xla_pp.schedule.faults import Fault
-from torch_xla_pp.schedule.lookup import Lookup, fault_at, places_in
+from torch_xla_pp.schedule.lookup import Key, Lookup, fault_at, places_in
 
 TRAINING = ("FB", "FIW")
 FORWARD_ONLY = ("F",)
@@ -61,13 +61,19 @@ def _repeated(lookup: Lookup) -> Iterator[Fault]:
 
 
 def _unknown(lookup: Lookup) -> Iterator[Fault]:
+    """Find microbatches that there should not be; one fault a stage."""
+    unknown: dict[int, list[Key]] = {}
     for key in lookup.at:
         if key[2] >= lookup.num_microbatches:
-            yield lookup.fault(
-                key,
-                f"expected microbatches 0..{lookup.num_microbatches - 1}, got {key[2]}."
-                " Build the schedule for as many microbatches as the step has.",
-            )
+            unknown.setdefault(key[0], []).append(key)
+    expected = _range(range(lookup.num_microbatches))
+    for keys in unknown.values():
+        got = _range(sorted({microbatch for _, _, microbatch in keys}))
+        yield lookup.fault(
+            keys[0],
+            f"expected microbatches {expected}, got {got}. Build the schedule for as "
+            "many microbatches as the step has.",
+        )
 
 
 def _kinds_of(lookup: Lookup, stage: int, microbatch: int) -> str:
@@ -82,11 +88,10 @@ def _incomplete(
     allowed: Sequence[str],
 ) -> Fault:
     """Report that a stage lacks actions for some microbatches, or has too many."""
-    first, last = microbatches[0], microbatches[-1]
-    which = f"microbatch {first}" if first == last else f"microbatches {first}..{last}"
+    first = microbatches[0]
     text = (
-        f"stage {stage}, {which}: expected {_listed(allowed)}, got "
-        f"{_listed([kinds])}. Add what is missing, remove what is too much."
+        f"stage {stage}, microbatch {_range(microbatches)}: expected "
+        f"{_listed(allowed)}, got {_listed([kinds])}. Add what is missing, remove what is too much."
     )
     wider = [other for other in allowed if set(kinds) < set(other)]
     if wider:
@@ -101,6 +106,14 @@ def _incomplete(
         step=place.step,
         action=Action(stage=stage, kind=extra, microbatch=first),
     )
+
+
+def _range(numbers: Sequence[int]) -> str:
+    """Write ascending numbers, such as "3" or "3..5"."""
+    if not numbers:
+        return "none"
+    first, last = numbers[0], numbers[-1]
+    return str(first) if first == last else f"{first}..{last}"
 
 
 def _listed(sets: Iterable[str]) -> str:
