@@ -91,7 +91,8 @@ def _incomplete(
     first = microbatches[0]
     text = (
         f"stage {stage}, microbatch {_range(microbatches)}: expected "
-        f"{_listed(allowed)}, got {_listed([kinds])}. Add what is missing, remove what is too much."
+        f"{_listed(allowed)}, got {_listed([kinds])}. Add what is "
+        "missing, remove what is too much."
     )
     wider = [other for other in allowed if set(kinds) < set(other)]
     if wider:
