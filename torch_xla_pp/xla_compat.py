@@ -152,6 +152,16 @@ def from_local_shards(
     return result
 
 
+def replicate(value: Tensor) -> Tensor:
+    """Upload a CPU tensor to all local devices."""
+    return from_local_shards([value], replicated_sharding(), value.shape)
+
+
+def sharding_of(tensor: Tensor) -> OpSharding:
+    """Return the sharding of `tensor`, no annotation counted as replicated."""
+    return op_sharding(tensor) or replicated_sharding()
+
+
 def data_handles(tensors: Sequence[Tensor]) -> list[int]:
     """Return the handle of the device buffers behind each tensor."""
     return list(_XLAC._get_tensors_handle(list(tensors)))

@@ -6,15 +6,7 @@ import torch.distributed as dist
 import torch_xla
 import torch_xla.debug.metrics as metrics
 from joining import join
-from runtime.training import (
-    Job,
-    Model,
-    batch,
-    build,
-    make_schedule,
-    mesh_of,
-    run_step,
-)
+from runtime.training import Job, batch, run_step, start
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe
 
@@ -34,10 +26,7 @@ def num_runs() -> int:
 def programs_per_step() -> int:
     """Count the programs that a step of the first stage runs."""
     job = Job(schedule="GPipe", frontend="manual", num_microbatches=4)
-    dist.init_process_group("xla_pp")
-    torch.manual_seed(0)
-    stages = build(job, Model(job.num_stages), mesh_of(job))
-    schedule = make_schedule(job, stages)
+    stages, schedule = start(job)
     x, y = (value.to("xla") for value in batch(job, 0))
     torch_xla.sync()
     counts = []

@@ -1,22 +1,11 @@
 """After the first step nothing is compiled, gathered or read back, for many steps."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch_xla.debug.metrics as metrics
 from joining import join
 from runtime.test_parity import SCHEDULES
-from runtime.training import (
-    COUNTERS,
-    Job,
-    Model,
-    batch,
-    build,
-    make_schedule,
-    mesh_of,
-    run_step,
-)
+from runtime.training import COUNTERS, Job, batch, run_step, start
 from torch import nn
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
@@ -39,16 +28,13 @@ def counts() -> dict[str, int]:
 
 def growth(schedule: str, num_microbatches: int) -> dict[str, int]:
     """Return what grew in all steps but the first two."""
-    join()
-    torch.manual_seed(0)
     job = Job(
         schedule=schedule,
         frontend="manual",
         num_microbatches=num_microbatches,
         rows=2 * num_microbatches,
     )
-    stages = build(job, Model(job.num_stages), mesh_of(job))
-    runner: Any = make_schedule(job, stages)
+    stages, runner = start(job)
     before: dict[str, int] = {}
     for step in range(NUM_STEPS):
         if step == 2:

@@ -1,7 +1,6 @@
 """Steps of several kinds (shapes, modes, autocast) and what random numbers follow."""
 
 import copy
-import logging
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch_xla.debug.metrics as metrics
 from joining import join
+from logged import logged
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.nn import functional as F
@@ -96,18 +96,11 @@ def test_batch_size_and_length_may_change_from_step_to_step(worlds: Worlds) -> N
 def many_shapes() -> list[str]:
     join()
     stage, schedule = two_stages(nn.Identity())
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torch_xla_pp")
-    logger.addHandler(handler)
-    try:
+    with logged() as texts:
         for rows in range(2, 22, 2):
             call(schedule.eval, stage, torch.zeros(rows, 1), torch.zeros(rows, 1))
         # Rank 0 has the store, which says what kind of step comes.
         dist.barrier()
-    finally:
-        logger.removeHandler(handler)
     return texts
 
 

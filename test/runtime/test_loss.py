@@ -1,7 +1,6 @@
 """The user's loss function, compiled or not, is differentiated as eager does."""
 
 import copy
-import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch_xla.debug.metrics as metrics
 from joining import join
+from logged import logged
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 from torch.nn import functional as F
@@ -90,35 +90,31 @@ def train(kind: type[Any]) -> tuple[dict[str, float], list[str], int]:
     stage = xpp.PipelineStage(part, rank, 2, xpp.device())
     own, expected = kind(xpp.device()), kind(torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=own.make())
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("torch_xla_pp").addHandler(handler)
     errors = {"loss": 0.0, "grad": 0.0}
-    for number in range(STEPS):
-        own.begin(number)
-        expected.begin(number)
-        x, y = torch.randn(2, ROWS, WIDTH)
-        losses: list[Tensor] = []
-        before = metrics.counter_value("UncachedCompile") or 0
-        if rank == 0:
-            schedule.step(x)
-        else:
-            schedule.step(target=y.to(xpp.device()), losses=losses)
-        compiled = (metrics.counter_value("UncachedCompile") or 0) - before
-        parts = zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
-        function = expected.make()
-        wanted = [function(reference(part_x), part_y) for part_x, part_y in parts]
-        (sum(wanted) / MICROBATCHES).backward()
-        for got, want in zip(losses, wanted, strict=False):
-            errors["loss"] = max(errors["loss"], abs(float(got) - float(want)))
+    with logged() as texts:
+        for number in range(STEPS):
+            own.begin(number)
+            expected.begin(number)
+            x, y = torch.randn(2, ROWS, WIDTH)
+            losses: list[Tensor] = []
+            before = metrics.counter_value("UncachedCompile") or 0
+            if rank == 0:
+                schedule.step(x)
+            else:
+                schedule.step(target=y.to(xpp.device()), losses=losses)
+            compiled = (metrics.counter_value("UncachedCompile") or 0) - before
+            parts = zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
+            function = expected.make()
+            wanted = [function(reference(part_x), part_y) for part_x, part_y in parts]
+            (sum(wanted) / MICROBATCHES).backward()
+            for got, want in zip(losses, wanted, strict=False):
+                errors["loss"] = max(errors["loss"], abs(float(got) - float(want)))
     for got, want in zip(
         stage.submod.parameters(), reference[rank].parameters(), strict=True
     ):
         errors["grad"] = max(
             errors["grad"], float((got.grad.cpu() - want.grad).abs().max())
         )
-    logging.getLogger("torch_xla_pp").removeHandler(handler)
     return errors, texts, compiled
 
 

@@ -4,18 +4,8 @@ import weakref
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from runtime.training import (
-    Job,
-    Model,
-    Part,
-    batch,
-    build,
-    make_schedule,
-    mesh_of,
-    run_step,
-)
+from runtime.training import Job, Model, Part, batch, run_step, start
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.testing import Worlds
@@ -40,10 +30,7 @@ def most_alive(job: Job) -> tuple[list[int], list[int]]:
 
     Then the same as the schedule's order implies it.
     """
-    dist.init_process_group("xla_pp")
-    torch.manual_seed(0)
-    stages = build(job, Model(job.num_stages), mesh_of(job))
-    schedule = make_schedule(job, stages)
+    stages, schedule = start(job)
     for step in range(2):
         run_step(job, schedule, stages, *batch(job, step))
         for stage in stages:
@@ -83,12 +70,10 @@ def test_stages_of_one_rank_keep_what_the_order_implies(
 
 def bytes_of_a_step(schedule: str) -> tuple[Any, int, list[bool]]:
     """Return the report, a microbatch's bytes, and which saved values are gone."""
-    dist.init_process_group("xla_pp")
     job = Job(
         schedule=schedule, frontend="manual", num_microbatches=6, rows=12, devices=2
     )
-    stage = build(job, Model(2), mesh_of(job))[0]
-    runner = make_schedule(job, [stage])
+    (stage,), runner = start(job)
     put, seen, saved = stage._shelf.put, [], 0
 
     def watching(kind: str, microbatch: int, values: Any, sizes: Any) -> None:

@@ -174,6 +174,14 @@ def build(job: Job, model: Model, mesh: Any) -> list[Any]:
     ]
 
 
+def start(job: Job) -> tuple[list[Any], Any]:
+    """Join the job; return this rank's stages of a seeded model, and the schedule."""
+    join(job.transport)
+    torch.manual_seed(0)
+    stages = build(job, Model(job.num_stages), mesh_of(job))
+    return stages, make_schedule(job, stages)
+
+
 def make_schedule(job: Job, stages: list[Any]) -> Any:
     """Make torch's schedule, unmodified, or one from a table."""
     if job.table:

@@ -1,6 +1,5 @@
 """Sends and receives as ops of the programs: what is compiled, what may go wrong."""
 
-import logging
 import os
 import re
 import signal
@@ -14,6 +13,7 @@ import torch.distributed as dist
 import torch_xla.debug.metrics as met
 from hypothesis import HealthCheck, Phase, given, settings
 from jobs import Spec, assert_same, boundary_values, on_device, start
+from logged import logged
 from torch import Tensor
 from torchrun import torchrun
 
@@ -358,29 +358,17 @@ def test_ranks_with_other_numbers_of_devices_are_told(worlds: Worlds) -> None:
         assert re.search(r"expected shards .* on 2 devices .*, got .* on 4 dev", text)
 
 
-class Kept(logging.Handler):
-    """Keep what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def stranger() -> list[str]:
     """Let one who does not know the token report a failure to this rank."""
     _, transport, _ = join()
-    kept = Kept()
-    logging.getLogger("torch_xla_pp").addHandler(kept)
-    engine = Engine(7, 1, 5.0, b"?" * 16, "localhost")
-    engine.connect(0, transport.engine.address())
-    engine.report(0, "7\nValueError\n\nlet me in")
-    time.sleep(1)
-    transport.settle()
-    engine.close(1.0)
-    return kept.texts
+    with logged() as texts:
+        engine = Engine(7, 1, 5.0, b"?" * 16, "localhost")
+        engine.connect(0, transport.engine.address())
+        engine.report(0, "7\nValueError\n\nlet me in")
+        time.sleep(1)
+        transport.settle()
+        engine.close(1.0)
+    return texts
 
 
 def test_a_stranger_is_refused_and_logged(worlds: Worlds) -> None:

@@ -24,11 +24,5 @@ class Constants:
         for role, source in self._sources.items():
             if self._versions.get(role) != source._version:
                 self._versions[role] = source._version
-                self._values[role] = _uploaded(source)
+                self._values[role] = xla_compat.replicate(source.detach().cpu())
         return self._values
-
-
-def _uploaded(value: Tensor) -> Tensor:
-    return xla_compat.from_local_shards(
-        [value.detach().cpu()], xla_compat.replicated_sharding(), value.shape
-    )

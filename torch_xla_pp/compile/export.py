@@ -263,13 +263,13 @@ def _name_captured(
     joint: JointGraph, captured: Sequence[Tensor], num_inputs: int
 ) -> None:
     """Turn the inputs that stand for captured tensors into constants."""
+    renamed = {}
     for index, value in enumerate(captured):
         role = f"const:captured_{index}"
+        renamed[f"input:{num_inputs + index}"] = role
         joint.constants[role] = value
         joint.input_grads.pop(num_inputs + index, None)
-        for node, name in joint.roles.items():
-            if name == f"input:{num_inputs + index}":
-                joint.roles[node] = role
+    joint.roles = {n: renamed.get(role, role) for n, role in joint.roles.items()}
 
 
 def _export(module: nn.Module, args: list[Tensor]) -> Any:

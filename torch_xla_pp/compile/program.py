@@ -148,13 +148,14 @@ class Program:
             if index is not None:
                 self._names.append(self.inputs[index])
                 continue
-            self._names.append(f"captured:{slot}")
             if data_id == seed_id:
-                self._names[slot] = _SEED
+                self._names.append(_SEED)
                 self._has_seed = True
-            elif value.numel() != 1:
-                captured.append(f"{value.dtype} {list(value.shape)}")
+                continue
+            self._names.append(f"captured:{slot}")
             self._captured[self._names[slot]] = value
+            if value.numel() != 1:
+                captured.append(f"{value.dtype} {list(value.shape)}")
         if captured:
             raise PipelineError(
                 f"{self.function.name} program: expected every tensor that it reads "

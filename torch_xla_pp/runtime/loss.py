@@ -19,7 +19,7 @@ from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.mesh import TensorSpec
 from torch_xla_pp.runtime.captured import captured_by
 from torch_xla_pp.runtime.placement import Placement
-from torch_xla_pp.runtime.plan import spec_of
+from torch_xla_pp.runtime.plan import autocast_dtype, example_of, spec_of
 
 _logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class StageLoss:
         self._captured: tuple[Any, ...] = ()
 
     def begin_step(self) -> None:
-        """Look at what the function reads from outside; takes some 10 µs."""
+        """Look at what the function reads from outside; takes some 50 µs."""
         self._captured = captured_by(self.function)
 
     def __call__(
@@ -80,9 +80,7 @@ class StageLoss:
         outputs, structure = pytree.tree_flatten(output)
         partition = self._placement.batch_partition(tuple(target.shape), rows)
         wanted = (*specs, spec_of(target, partition, False))
-        is_on = torch.is_autocast_enabled("xla")
-        autocast = torch.get_autocast_dtype("xla") if is_on else None
-        key = _Key(wanted, structure, autocast, self._captured)
+        key = _Key(wanted, structure, autocast_dtype(), self._captured)
         if key not in self._programs:
             self._programs[key] = self._compile(key)
         program = self._programs[key]
@@ -93,12 +91,7 @@ class StageLoss:
         return program([*leaves, pinned], self._scale(program.dtype))
 
     def _compile(self, key: _Key) -> LossProgram | None:
-        examples = [
-            torch.empty(
-                spec.shape, dtype=spec.dtype, device=xla_compat.device()
-            ).requires_grad_(spec.requires_grad)
-            for spec in key.inputs
-        ]
+        examples = [example_of(spec) for spec in key.inputs]
         shardings = [self._placement.sharding(spec.partition) for spec in key.inputs]
         try:
             return LossProgram(self.function, key.output_spec, examples, shardings)
@@ -114,9 +107,6 @@ class StageLoss:
 
     def _scale(self, dtype: torch.dtype) -> Tensor:
         if dtype not in self._scales:
-            self._scales[dtype] = xla_compat.from_local_shards(
-                [torch.tensor(self._scale_value, dtype=dtype)],
-                xla_compat.replicated_sharding(),
-                (),
-            )
+            scale = torch.tensor(self._scale_value, dtype=dtype)
+            self._scales[dtype] = xla_compat.replicate(scale)
         return self._scales[dtype]

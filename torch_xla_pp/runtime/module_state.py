@@ -61,10 +61,7 @@ class ModuleState:
 
     def shardings(self) -> dict[str, xla_compat.OpSharding]:
         """Return the sharding of every parameter and buffer, by role."""
-        return {
-            role: xla_compat.op_sharding(value) or xla_compat.replicated_sharding()
-            for role, value in self.fixed.items()
-        }
+        return {r: xla_compat.sharding_of(value) for r, value in self.fixed.items()}
 
     def begin_step(self) -> None:
         """Bring all values onto the device and forget the sums of the last step.
@@ -200,9 +197,7 @@ def _like(grad: Tensor, parameter: Tensor) -> Tensor:
     if _texts([grad]) == _texts([parameter]):
         return grad
     grad = grad.clone()
-    xla_compat.annotate(
-        grad, xla_compat.op_sharding(parameter) or xla_compat.replicated_sharding()
-    )
+    xla_compat.annotate(grad, xla_compat.sharding_of(parameter))
     xla_compat.materialize([grad])
     return grad
 

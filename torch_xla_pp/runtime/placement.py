@@ -107,7 +107,7 @@ class Placement:
         is_new = tensor.device.type != "xla"
         value = tensor.detach()
         if is_new and not self.local.is_split(partition):
-            return xla_compat.from_local_shards([value], sharding, value.shape)
+            return xla_compat.replicate(value)
         value = value.to(xla_compat.device()) if is_new else value.clone()
         xla_compat.annotate(value, sharding)
         return value

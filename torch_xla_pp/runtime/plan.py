@@ -79,8 +79,13 @@ class Mode(NamedTuple):
     @classmethod
     def of(cls, module: nn.Module) -> "Mode":
         """Return the present mode."""
-        is_on = torch.is_autocast_enabled("xla")
-        return cls(module.training, torch.get_autocast_dtype("xla") if is_on else None)
+        return cls(module.training, autocast_dtype())
+
+
+def autocast_dtype() -> torch.dtype | None:
+    """Return the dtype of autocast, None where it is off."""
+    is_on = torch.is_autocast_enabled("xla")
+    return torch.get_autocast_dtype("xla") if is_on else None
 
 
 class Variant(NamedTuple):
@@ -179,8 +184,8 @@ class StagePlan:
         return self._variants[mode]
 
     def _export(self, module: nn.Module) -> JointGraph:
-        received = [_example(spec) for spec in self.received]
-        args, kwargs = self.signature.fill([_example(spec) for spec in self.given])
+        received = [example_of(spec) for spec in self.received]
+        args, kwargs = self.signature.fill([example_of(spec) for spec in self.given])
         try:
             return export_joint(module, [*received, *args], kwargs)
         except PipelineError:
@@ -220,7 +225,7 @@ def describe_all(values: Sequence[Tensor]) -> list[str]:
     return [str(spec_of(value, (None,) * value.dim(), False)) for value in values]
 
 
-def _example(spec: TensorSpec) -> Tensor:
+def example_of(spec: TensorSpec) -> Tensor:
     """Return a tensor of which only the metadata may be used."""
     value = torch.empty(spec.shape, dtype=spec.dtype, device=xla_compat.device())
     return value.requires_grad_(spec.requires_grad)

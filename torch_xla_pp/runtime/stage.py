@@ -54,10 +54,10 @@ from torch_xla_pp.runtime.step_kinds import StepKinds
 from torch_xla_pp.runtime.torch_compat import (
     Schedule,
     calling_schedule,
+    grad_scale,
     local_stages,
     loss_function,
     num_microbatches,
-    scales_grads,
     set_loss_function,
 )
 from torch_xla_pp.transport import Direction, Message, of_group
@@ -232,8 +232,7 @@ class XlaPipelineStage(SilentStage):
         function = loss_function(schedule)
         if function is None or not self.is_last:
             return None
-        scale = 1.0 / num_microbatches(schedule) if scales_grads(schedule) else 1.0
-        loss = StageLoss(function, self._placement, scale)
+        loss = StageLoss(function, self._placement, grad_scale(schedule))
 
         def compute(output: Any, target: Any) -> Any:
             with self._reporting():
@@ -245,13 +244,14 @@ class XlaPipelineStage(SilentStage):
     def _compute_loss(self, loss: StageLoss, output: Any, target: Any) -> Any:
         """Compute the loss of the microbatch whose forward was the last."""
         plan = self._plan()
-        microbatch, specs = self._last_forward, self._variant(plan).outputs
+        variant = self._variant(plan)
+        microbatch, specs = self._last_forward, variant.outputs
         if not self.has_backward:
             specs = tuple(replace(spec, requires_grad=False) for spec in specs)
         value, grads = loss(output, specs, target, plan.rows)
         if grads is not None and self.has_backward:
-            tangents = {f"tangent:{i}": grad for i, grad in grads.items()}
-            self._shelf.put("loss", microbatch, tangents, self._variant(plan).sizes)
+            tangents = {_tangent(i): grad for i, grad in grads.items()}
+            self._shelf.put("loss", microbatch, tangents, variant.sizes)
             del self._leaves[microbatch]
         return value
 
@@ -530,41 +530,34 @@ class XlaPipelineStage(SilentStage):
         self, variant: Variant, microbatch: int, loss: Tensor | None
     ) -> dict[str, Tensor]:
         """Return the gradient of each output that has one, unless a program gets it."""
-        specs, found = variant.outputs, {}
-        if self.is_last:
-            found = self._loss_grads(specs, microbatch, loss)
+        specs = variant.outputs
+        found: dict[str, Tensor] = {}
+        if self._shelf.has("loss", microbatch):
+            found = self._shelf.take("loss", microbatch)
+        elif self.is_last:
+            found = self._eager_loss_grads(specs, microbatch, loss)
         elif not variant.borders.tangents:
             found = self._received_grads(specs, microbatch)
         return {
-            f"tangent:{index}": self._or_zeros(found.get(index), spec)
+            _tangent(index): self._or_zeros(found.get(_tangent(index)), spec)
             for index, spec in enumerate(specs)
             if spec.requires_grad and index not in variant.borders.tangents
         }
 
-    def _loss_grads(
+    def _eager_loss_grads(
         self, specs: Sequence[TensorSpec], microbatch: int, loss: Tensor | None
-    ) -> dict[int, Tensor]:
-        """Return the gradient of the loss of one microbatch by the outputs.
-
-        A loss that could not be compiled is differentiated here.
-        """
-        if self._shelf.has("loss", microbatch):
-            return {
-                int(name.removeprefix("tangent:")): grad
-                for name, grad in self._shelf.take("loss", microbatch).items()
-            }
+    ) -> dict[str, Tensor]:
+        """Differentiate a loss that could not be compiled by the outputs."""
         leaves = self._leaves.pop(microbatch)
         wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
         if loss is None or not wanted:
             return {}
-        scale = 1.0
-        if scales_grads(self._driver()):
-            scale = 1.0 / num_microbatches(self._driver())
+        scaled = loss * grad_scale(self._driver())
         grads = torch.autograd.grad(
-            loss * scale, [leaves[i] for i in wanted], allow_unused=True
+            scaled, [leaves[i] for i in wanted], allow_unused=True
         )
         found = {
-            i: self._placement.pin(grad, specs[i].partition)
+            _tangent(i): self._placement.pin(grad, specs[i].partition)
             for i, grad in zip(wanted, grads, strict=True)
             if grad is not None
         }
@@ -573,7 +566,7 @@ class XlaPipelineStage(SilentStage):
 
     def _received_grads(
         self, specs: Sequence[TensorSpec], microbatch: int
-    ) -> dict[int, Tensor]:
+    ) -> dict[str, Tensor]:
         """Receive the gradients of the outputs that were sent."""
         indices = self._sent_of(range(len(specs)))
         wanted = [(i, specs[i]) for i in indices if specs[i].requires_grad]
@@ -584,7 +577,8 @@ class XlaPipelineStage(SilentStage):
             self._rank_of(1),
             [self._placement.layout(spec) for _, spec in wanted],
         )
-        return {i: value for (i, _), value in zip(wanted, values, strict=True)}
+        names = [_tangent(i) for i, _ in wanted]
+        return dict(zip(names, values, strict=True))
 
     def _send_grads(
         self, plan: StagePlan, microbatch: int, grads: Mapping[int, Tensor | None]
@@ -667,6 +661,11 @@ class XlaPipelineStage(SilentStage):
             for stage in local_stages(self._driver()):
                 stage._state.roll_back()
             raise
+
+
+def _tangent(index: int) -> str:
+    """Return the name of the gradient of an output."""
+    return f"tangent:{index}"
 
 
 def _check_index(stage_index: int, num_stages: int) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "calling_schedule",
     "compute_loss",
     "end_microbatches",
+    "grad_scale",
     "has_backward",
     "local_stages",
     "loss_function",
@@ -34,7 +35,6 @@ __all__ = [
     "num_stages",
     "order_in_cells",
     "runs_as",
-    "scales_grads",
     "set_loss_function",
     "set_order",
     "trace_and_split",
@@ -79,9 +79,9 @@ def num_stages(schedule: Schedule) -> int:
     return int(schedule._num_stages)  # type: ignore[attr-defined]
 
 
-def scales_grads(schedule: Schedule) -> bool:
-    """Return whether gradients are averaged over the microbatches."""
-    return schedule.scale_grads
+def grad_scale(schedule: Schedule) -> float:
+    """Return what the gradient of each microbatch is to be multiplied by."""
+    return 1.0 / num_microbatches(schedule) if schedule.scale_grads else 1.0
 
 
 def loss_function(schedule: Schedule) -> Callable[[Any, Any], Any] | None:

@@ -306,10 +306,7 @@ class InGraphTransport:
             digest(layouts),
             *owners,
         ]
-        route = torch.tensor(fields, dtype=torch.int64)
-        return xla_compat.from_local_shards(
-            [route], xla_compat.replicated_sharding(), route.shape
-        )
+        return xla_compat.replicate(torch.tensor(fields, dtype=torch.int64))
 
     def _connect(self, peer: int) -> None:
         if peer in self._connected:
