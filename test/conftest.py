@@ -4,6 +4,11 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# A busy machine is no fault of the code.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 # For tests in this process; worlds choose their own. Read when torch_xla is loaded.
 os.environ["PJRT_DEVICE"] = "CPU"

@@ -1,8 +1,11 @@
 """Hypothesis strategies of the whole suite."""
 
+from dataclasses import dataclass
+
 from hypothesis import strategies as st
 
 from torch_xla_pp.mesh import LocalMesh
+from torch_xla_pp.schedule import Action, Schedule, carriers_of
 
 AXES = ("data", "model", "expert")
 
@@ -23,3 +26,104 @@ def partitioned_shapes(
     shape = draw(st.lists(st.integers(0, 9), max_size=4))
     names = draw(st.permutations([*mesh.names, *[None] * len(shape)]))
     return tuple(shape), tuple(names[: len(shape)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageDag:
+    """Stages, the edges between them, and the rank of each."""
+
+    edges: tuple[tuple[int, int], ...]
+    placement: dict[int, int]
+    num_microbatches: int
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(set(self.placement.values()))
+
+    @property
+    def carriers(self) -> list[tuple[int, int]]:
+        return carriers_of(self.edges, self.placement)
+
+
+@st.composite
+def stage_dags(draw: st.DrawFn, max_stages: int = 6) -> StageDag:
+    """Directed acyclic graphs of stages on one to four ranks."""
+    num_stages = draw(st.integers(1, max_stages))
+    num_ranks = draw(st.integers(1, min(4, num_stages)))
+    pairs = [(p, c) for c in range(num_stages) for p in range(c)]
+    edges = tuple(pair for pair in pairs if draw(st.booleans()))
+    own = draw(st.permutations(range(num_stages)))
+    others = st.integers(0, num_ranks - 1)
+    ranks = [rank if rank < num_ranks else draw(others) for rank in own]
+    return StageDag(
+        edges=edges,
+        placement=dict(enumerate(ranks)),
+        num_microbatches=draw(st.integers(1, 4)),
+    )
+
+
+@st.composite
+def actions(draw: st.DrawFn) -> Action:
+    """Any action."""
+    indices = st.integers(0, 99)
+    kind = draw(st.sampled_from("FBIW"))
+    return Action(stage=draw(indices), kind=kind, microbatch=draw(indices))
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Schedule:
+    """Any table of actions, right or wrong, with idle ranks among them."""
+    rows = st.lists(actions(), max_size=5).map(tuple)
+    return Schedule(actions=tuple(draw(st.lists(rows, min_size=1, max_size=4))))
+
+
+@st.composite
+def legal_tables(draw: st.DrawFn, dag: StageDag) -> Schedule:
+    """Tables that can run, of any order: the steps of a run in which ranks take turns.
+
+    Each backward is whole or split by chance.
+    """
+    whole = {
+        (stage, mb): draw(st.booleans())
+        for stage in range(dag.num_stages)
+        for mb in range(dag.num_microbatches)
+    }
+    needs = needs_of(dag, whole)
+    rows: list[list[Action]] = [[] for _ in range(dag.num_ranks)]
+    done: set[Action] = set()
+    while len(done) < len(needs):
+        ready = [a for a in needs if a not in done and needs[a] <= done]
+        action = draw(st.sampled_from(ready))
+        done.add(action)
+        rows[dag.placement[action.stage]].append(action)
+    return Schedule(actions=tuple(map(tuple, rows)))
+
+
+def needs_of(
+    dag: StageDag, whole: dict[tuple[int, int], bool]
+) -> dict[Action, set[Action]]:
+    """State for every action which others have to be done before."""
+
+    def act(stage: int, kind: str, mb: int) -> Action:
+        return Action(stage=stage, kind=kind, microbatch=mb)
+
+    def grad(stage: int, mb: int) -> Action:
+        return act(stage, "B" if whole[stage, mb] else "I", mb)
+
+    needs: dict[Action, set[Action]] = {}
+    for stage, mb in whole:
+        producers = [p for p, c in dag.edges if c == stage]
+        consumers = [c for p, c in dag.edges if p == stage]
+        carriers = [carrier for carrier, other in dag.carriers if other == stage]
+        forward = act(stage, "F", mb)
+        needs[forward] = {act(s, "F", mb) for s in producers + carriers}
+        if stage == dag.num_stages - 1 and mb > 0:
+            needs[forward].add(act(stage, "F", mb - 1))
+        needs[grad(stage, mb)] = {forward, *(grad(s, mb) for s in consumers)}
+        if not whole[stage, mb]:
+            needs[act(stage, "W", mb)] = {grad(stage, mb)}
+    return needs

@@ -9,10 +9,14 @@ import torch_xla_pp as xpp
 pytestmark = pytest.mark.pure
 
 PUBLIC = [
+    "Action",
     "Pipe",
     "PipelineError",
     "PipelineStage",
     "PlanError",
+    "Schedule",
+    "ScheduleError",
+    "ScheduleFromTable",
     "StageShapeError",
     "TransportError",
     "TransportTimeout",

@@ -14,19 +14,25 @@ set_defaults()
 from torch_xla_pp.errors import (
     PipelineError,
     PlanError,
+    ScheduleError,
     StageShapeError,
     TransportError,
     TransportTimeout,
 )
 from torch_xla_pp.launch import device, init_device_mesh
 from torch_xla_pp.pipeline import Pipe, pipeline
-from torch_xla_pp.runtime import PipelineStage, clip_grad_norm_
+from torch_xla_pp.runtime import PipelineStage, ScheduleFromTable, clip_grad_norm_
+from torch_xla_pp.schedule import Action, Schedule
 
 __all__ = [
+    "Action",
     "Pipe",
     "PipelineError",
     "PipelineStage",
     "PlanError",
+    "Schedule",
+    "ScheduleError",
+    "ScheduleFromTable",
     "StageShapeError",
     "TransportError",
     "TransportTimeout",

@@ -14,6 +14,30 @@ class PlanError(PipelineError):
     """Report that the ranks of a job do not agree on one pipeline."""
 
 
+class ScheduleError(PipelineError):
+    """Report a schedule that cannot run.
+
+    Args:
+        text: All faults, and the table of actions by step and rank.
+        rank: The rank of the first culprit, None if it has none.
+        step: Its number among the rank's actions, None if it is missing there.
+        action: The action, e.g. "2F0"; None if the fault concerns no single one.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        rank: int | None = None,
+        step: int | None = None,
+        action: str | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.rank = rank
+        self.step = step
+        self.action = action
+
+
 class StageShapeError(PipelineError):
     """Report values that do not fit the stage which consumes them."""
 

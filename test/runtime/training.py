@@ -18,6 +18,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn import functional as F
 
 import torch_xla_pp as xpp
+from torch_xla_pp.schedule import Schedule
 
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
@@ -81,7 +82,7 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to train, and how."""
+    """What to train, and how; `table` takes the place of `schedule`."""
 
     schedule: str = "1F1B"
     frontend: str = "traced"
@@ -103,12 +104,21 @@ class Job:
     remat: str = "none"
     is_tied: bool = False
     max_norm: float | None = None
+    table: str = ""
+
+    @property
+    def order(self) -> Schedule:
+        return Schedule.from_csv(self.table)
 
     @property
     def num_stages(self) -> int:
+        if self.table:
+            return self.order.num_stages
         return self.ranks if self.schedule in SINGLE else 2 * self.ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
+        if self.table:
+            return self.order.stages_of(rank)
         if self.schedule in SINGLE:
             return (rank,)
         if self.schedule in LOOPED:
@@ -187,7 +197,11 @@ def start(job: Job) -> tuple[list[Any], Any]:
 
 
 def make_schedule(job: Job, stages: list[Any]) -> Any:
-    """Make torch's schedule, unmodified."""
+    """Make torch's schedule, unmodified, or one from a table."""
+    if job.table:
+        return xpp.ScheduleFromTable(
+            stages, job.table, loss_fn, scale_grads=job.scale_grads
+        )
     cls = get_schedule_class(job.schedule)
     first = stages[0] if job.schedule in SINGLE else stages
     return cls(

@@ -2,14 +2,18 @@
 
 from torch_xla_pp.runtime.grad_norm import clip_grad_norm_
 from torch_xla_pp.runtime.manual_stage import PipelineStage
+from torch_xla_pp.runtime.orders import order_of
+from torch_xla_pp.runtime.schedule_table import ScheduleFromTable
 from torch_xla_pp.runtime.stage import XlaPipelineStage
 from torch_xla_pp.runtime.torch_compat import Pipe, move_factories_to, trace_and_split
 
 __all__ = [
     "Pipe",
     "PipelineStage",
+    "ScheduleFromTable",
     "XlaPipelineStage",
     "clip_grad_norm_",
     "move_factories_to",
+    "order_of",
     "trace_and_split",
 ]

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,28 +11,43 @@ from torch.distributed.pipelining import Pipe
 from torch.distributed.pipelining import pipeline as _upstream_pipeline
 from torch.distributed.pipelining._IR import _modify_graph_op_device
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
-from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    _Action,
+    _PipelineSchedule,
+)
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from torch_xla_pp.graph import Template
 
 __all__ = [
     "Pipe",
+    "ScheduleMulti",
     "StageBase",
+    "begin_microbatches",
     "calling_schedule",
+    "compute_loss",
+    "end_microbatches",
     "grad_scale",
     "has_merge_spec",
+    "has_backward",
     "local_stages",
     "loss_function",
+    "loss_of",
     "merge_outputs_as",
     "move_factories_to",
     "num_microbatches",
+    "num_stages",
+    "order_in_cells",
+    "runs_as",
     "set_loss_function",
+    "set_order",
     "trace_and_split",
 ]
 
 StageBase = _PipelineStageBase
 Schedule = _PipelineSchedule
+ScheduleMulti = PipelineScheduleMulti
 
 
 def calling_schedule() -> Schedule | None:
@@ -62,6 +77,11 @@ def local_stages(schedule: Schedule) -> list[Any]:
 def num_microbatches(schedule: Schedule) -> int:
     """Return into how many microbatches `schedule` cuts a batch."""
     return schedule._n_microbatches
+
+
+def num_stages(schedule: Schedule) -> int:
+    """Return the number of stages of the pipeline that `schedule` drives."""
+    return int(schedule._num_stages)  # type: ignore[attr-defined]
 
 
 def grad_scale(schedule: Schedule) -> float:
@@ -96,6 +116,78 @@ def merge_outputs_as(schedule: Schedule, template: Template) -> None:
     whole = TensorChunkSpec(0)  # type: ignore[no-untyped-call]
     spec = template.fill([whole] * template.num_slots)
     schedule._output_merge_spec = spec
+
+
+def runs_as(schedule: Schedule, upstream: type[Schedule]) -> bool:
+    """Return whether the loop of `schedule` over its actions is that of `upstream`."""
+    return type(schedule)._step_microbatches is upstream._step_microbatches
+
+
+def order_in_cells(schedule: ScheduleMulti) -> list[list[str]]:
+    """Return the actions of each rank as upstream writes them, idle steps as "".
+
+    They are the lowered ones if `schedule` runs those; nothing if it has no order yet.
+    """
+    order: dict[int, Any] = getattr(schedule, "pipeline_order_with_comms", {})
+    order = order or schedule.pipeline_order
+    return [
+        ["" if action is None else str(action) for action in order[rank]]
+        for rank in sorted(order)
+    ]
+
+
+def set_order(schedule: ScheduleMulti, cells: Sequence[Sequence[str]]) -> None:
+    """Give `schedule` its actions, and its stages the ranks that follow from them."""
+    schedule.pipeline_order = {
+        rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(cells)
+    }
+    schedule._validate_and_set_stage_mapping(schedule.pipeline_order)
+
+
+def has_backward(schedule: Schedule) -> bool:
+    """Return whether the step that `schedule` runs is a training step."""
+    return schedule._has_backward
+
+
+def begin_microbatches(
+    schedule: ScheduleMulti,
+    args: list[Any] | None,
+    kwargs: list[Any] | None,
+    targets: list[Any] | None,
+    losses: list[Any] | None,
+) -> tuple[list[Any], list[Any]]:
+    """Check what a schedule passes to its own loop, and prepare its stages.
+
+    Returns:
+        The positional and the keyword arguments of each microbatch.
+    """
+    every_args, every_kwargs = schedule._check_inputs(args, kwargs, targets, losses)
+    if not schedule._stages_initialized:
+        schedule._initialize_stages(every_args[0], every_kwargs[0])
+    return every_args, every_kwargs
+
+
+def compute_loss(
+    schedule: Schedule, stage: Any, output: Any, targets: list[Any] | None, index: int
+) -> None:
+    """Compute and keep the loss of a microbatch, if `stage` is the last one."""
+    schedule._maybe_compute_loss(stage, output, targets, index)  # type: ignore[no-untyped-call]
+
+
+def loss_of(schedule: Schedule, stage: Any, index: int) -> Any:
+    """Return the loss of a microbatch that `compute_loss` kept, None if there is none.
+
+    Upstream raises for other stages when the last one is on the same rank and has not
+    come to this microbatch.
+    """
+    if not stage.is_last:
+        return None
+    return schedule._maybe_get_loss(stage, index)  # type: ignore[no-untyped-call]
+
+
+def end_microbatches(schedule: ScheduleMulti, losses: list[Any] | None) -> None:
+    """Hand the losses of a step over to the caller's list."""
+    schedule._update_losses(schedule._stages, losses)  # type: ignore[no-untyped-call]
 
 
 def trace_and_split(*args: Any, **kwargs: Any) -> Pipe:
