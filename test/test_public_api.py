@@ -20,6 +20,7 @@ PUBLIC = [
     "StageShapeError",
     "TransportError",
     "TransportTimeout",
+    "clip_grad_norm_",
     "device",
     "init_device_mesh",
     "pipeline",

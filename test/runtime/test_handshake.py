@@ -30,6 +30,7 @@ def claim(
         num_stages=num_stages,
         num_microbatches=microbatches,
         schedule="Schedule1F1B",
+        order="",
         transport=transport,
     )
 

@@ -98,6 +98,42 @@ def test_a_table_that_does_not_fit_is_refused_on_every_rank(
     assert all(fault in text for fault, text in zip(faults, found, strict=True)), found
 
 
+def fault_of_first_step(job: Job, tables: tuple[str, str]) -> str:
+    """Return the error that a rank gets for its table in the first step."""
+    join(job.transport)
+    stages = build(job, Model(job.num_stages), mesh_of(job))
+    table = tables[stages[0].group_rank]
+    schedule = xpp.ScheduleFromTable(stages, table, loss_fn)
+    x, y = batch(job, 0)
+    try:
+        run_step(job, schedule, stages, x, y)
+    except xpp.PipelineError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("tables", "fault"),
+    [
+        # The second microbatch's backward waits for a forward that waits for it.
+        (("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",) * 2, "wait for each other"),
+        (
+            (
+                "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n",
+                "0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n",
+            ),
+            "order: expected the same on every rank",
+        ),
+    ],
+)
+def test_a_table_that_cannot_run_is_refused_before_the_first_step(
+    worlds: Worlds, tables: tuple[str, str], fault: str
+) -> None:
+    job = Job(frontend="manual", num_microbatches=2)
+    found = worlds.run(fault_of_first_step, ranks=2, devices=1, args=(job, tables))
+    assert all(fault in text for text in found), found
+
+
 def test_stages_of_another_kind_are_refused() -> None:
     with pytest.raises(TypeError, match="communicate by themselves, got Linear"):
         xpp.ScheduleFromTable([torch.nn.Linear(1, 1)], zb1p(1, 1))

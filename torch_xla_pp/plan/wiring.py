@@ -39,6 +39,27 @@ class Wiring:
         count = len(self.inputs)
         return [(p, stage) for stage in range(count) for p in self.producers(stage)]
 
+    def carriers(self) -> set[tuple[int, int]]:
+        """Return pairs of stages of a rank of which the first may receive for both.
+
+        That is so where both use the same value of a stage on another rank.
+        """
+        stages = range(len(self.inputs))
+        return {
+            (first, second)
+            for first in stages
+            for second in stages[first + 1 :]
+            if self.ranks[first] == self.ranks[second] and self._share(first, second)
+        }
+
+    def _share(self, first: int, second: int) -> bool:
+        rank = self.ranks[first]
+        return any(
+            one.overlaps(other) and self.ranks[one.stage] != rank
+            for one in self.inputs[first].sources
+            for other in self.inputs[second].sources
+        )
+
     def faults(self) -> list[str]:
         """List the stages that have nothing to take, or whose outputs nobody takes."""
         last = len(self.inputs) - 1

@@ -40,6 +40,7 @@ class Claim:
         num_stages: Number of stages of the pipeline.
         num_microbatches: Number of microbatches of the schedule.
         schedule: Name of the schedule's class.
+        order: Its actions on all ranks, as a digest; empty if they are not known.
         transport: Name of what carries values between ranks.
         key: A text of the rank's own that no other handshake has.
     """
@@ -48,6 +49,7 @@ class Claim:
     num_stages: int
     num_microbatches: int
     schedule: str
+    order: str
     transport: str
     key: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
@@ -106,7 +108,7 @@ def wiring_of(claims: Sequence[Claim]) -> Wiring:
 def claim_faults(claims: Sequence[Claim]) -> list[str]:
     """List what does not fit between the claims of the ranks, by rank."""
     faults = []
-    for what in ("num_stages", "num_microbatches", "schedule"):
+    for what in ("num_stages", "num_microbatches", "schedule", "order"):
         values = [getattr(claim, what) for claim in claims]
         if len(set(values)) > 1:
             faults.append(

@@ -21,7 +21,7 @@ from torch_xla_pp.runtime.torch_compat import (
     loss_of,
     set_order,
 )
-from torch_xla_pp.schedule import Action, Schedule, chain_of, verify
+from torch_xla_pp.schedule import Action, Schedule, verify
 from torch_xla_pp.transport import of_group
 
 
@@ -38,13 +38,12 @@ class ScheduleFromTable(ScheduleMulti):
         kwargs_chunk_spec: How keyword inputs are.
         output_merge_spec: How outputs are put together again.
         scale_grads: Whether gradients are averaged over the microbatches.
-        edges: Pairs (producer, consumer) of stages that the table is verified
-            against; None if each stage uses the values of the one before.
 
     Raises:
         TypeError: A stage is not one of this package.
         ValueError: The stages are not those that the table has on this rank.
-        ScheduleError: The table breaks a law of `torch_xla_pp.schedule.verify`.
+        ScheduleError: The table breaks a law of `torch_xla_pp.schedule.verify`; what
+            depends on the values between stages is verified before the first step.
     """
 
     def __init__(
@@ -56,16 +55,13 @@ class ScheduleFromTable(ScheduleMulti):
         kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
         output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
         scale_grads: bool = True,
-        *,
-        edges: Iterable[tuple[int, int]] | None = None,
     ) -> None:
         _check_types(stages)
         with of_group(stages[0].group).rendezvous.reporting():
             if not isinstance(schedule, Schedule):
                 schedule = Schedule.from_csv(schedule)
             _check_stages(stages, schedule)
-            chain = chain_of(schedule.num_stages)
-            verify(schedule, chain if edges is None else edges)
+            verify(schedule, edges=())
         super().__init__(
             stages,
             schedule.num_microbatches,

@@ -35,6 +35,7 @@ from torch_xla_pp.runtime.links import Ends, Links
 from torch_xla_pp.runtime.loss import StageLoss
 from torch_xla_pp.runtime.memory import Shelf, StageMemory
 from torch_xla_pp.runtime.module_state import ModuleState
+from torch_xla_pp.runtime.orders import order_of
 from torch_xla_pp.runtime.placement import AUTO, BatchAxis, Placement
 from torch_xla_pp.runtime.plan import (
     Mode,
@@ -58,6 +59,7 @@ from torch_xla_pp.runtime.torch_compat import (
     num_microbatches,
     set_loss_function,
 )
+from torch_xla_pp.schedule import verify
 from torch_xla_pp.transport import Message, of_group
 
 _MANY_PLANS = 8
@@ -208,6 +210,7 @@ class XlaPipelineStage(SilentStage):
 
         Raises:
             PlanError: The ranks do not build one pipeline.
+            ScheduleError: The order of actions cannot run, see `schedule.verify`.
         """
         self.chunks = num_microbatches
         schedule = self._driver()
@@ -217,14 +220,24 @@ class XlaPipelineStage(SilentStage):
         return ()
 
     def _claim(self, schedule: Schedule, stages: Sequence[Any]) -> None:
+        order = order_of(schedule)
         claim = Claim(
             stages=tuple(stage._claim_of_stage() for stage in stages),
             num_stages=self.num_stages,
             num_microbatches=num_microbatches(schedule),
             schedule=type(schedule).__name__,
+            order="" if order is None else order.digest(),
             transport=self._exchange.transport_name,
         )
         key, wiring = handshake.agree_on_stages(self._pg.rendezvous, claim)
+        if order is not None:
+            verify(
+                order,
+                wiring.edges(),
+                placement=dict(enumerate(wiring.ranks)),
+                num_microbatches=num_microbatches(schedule),
+                carriers=wiring.carriers(),
+            )
         kinds = StepKinds(self._pg.rendezvous, key, wiring.ranks[0])
         kinds.begin_step()
         for stage in stages:

@@ -1,6 +1,7 @@
 """The order in which each rank runs its actions, as a value."""
 
 import csv
+import hashlib
 import io
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -80,6 +81,10 @@ class Schedule:
             for action in row:
                 found.setdefault(action.stage, rank)
         return dict(sorted(found.items()))
+
+    def digest(self) -> str:
+        """Return a text that differs where two schedules do."""
+        return hashlib.blake2b(self.to_csv().encode(), digest_size=8).hexdigest()
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that have an action on `rank`, ascending."""
