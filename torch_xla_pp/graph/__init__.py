@@ -1,18 +1,33 @@
 """WHAT: the stages of a split model and the values that flow between them."""
 
+from torch_xla_pp.graph.finish import describe, finish
+from torch_xla_pp.graph.marks import pipeline_yield
+from torch_xla_pp.graph.prepare import Prepared, prepare
 from torch_xla_pp.graph.split import (
     check_split_spec,
     parameter_names,
-    shared_parameters,
     tie_parameters,
 )
-from torch_xla_pp.graph.stage_graph import StageEdge, StageGraph
+from torch_xla_pp.graph.stage_graph import (
+    SharedParameter,
+    Stage,
+    StageEdge,
+    StageGraph,
+    StageValue,
+)
 
 __all__ = [
+    "Prepared",
+    "SharedParameter",
+    "Stage",
     "StageEdge",
     "StageGraph",
+    "StageValue",
     "check_split_spec",
+    "describe",
+    "finish",
     "parameter_names",
-    "shared_parameters",
+    "pipeline_yield",
+    "prepare",
     "tie_parameters",
 ]

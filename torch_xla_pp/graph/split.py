@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from torch_xla_pp.graph.stage_graph import SharedParameter
+
 
 def check_split_spec(module: nn.Module, split_spec: Mapping[str, Any]) -> None:
     """Refuse split points that name no submodule of `module`.
@@ -31,23 +33,25 @@ def parameter_names(module: nn.Module) -> list[tuple[str, ...]]:
 
 def shared_parameters(
     groups: Iterable[tuple[str, ...]], stages: Sequence[nn.Module]
-) -> list[str]:
-    """List the parameters that more than one stage uses, with their stages.
+) -> tuple[SharedParameter, ...]:
+    """Return the parameters of which more than one stage holds a copy.
 
     Args:
         groups: The names of each parameter of the whole model.
-        stages: The stages that it was split into.
+        stages: The stages that it was split into, each with one parameter per group.
     """
-    held = [
-        {name for name, _ in stage.named_parameters(remove_duplicate=False)}
-        for stage in stages
-    ]
+    held = [dict(stage.named_parameters()) for stage in stages]
     shared = []
     for group in groups:
-        users = [index for index, names in enumerate(held) if names & set(group)]
-        if len(users) > 1:
-            shared.append(f"{' = '.join(group)} (stages {users})")
-    return shared
+        names = [
+            (index, name)
+            for index, parameters in enumerate(held)
+            for name in group
+            if name in parameters
+        ]
+        if len(names) > 1:
+            shared.append(SharedParameter(group=group[0], names=tuple(names)))
+    return tuple(shared)
 
 
 def tie_parameters(groups: Iterable[tuple[str, ...]], stage: nn.Module) -> None:

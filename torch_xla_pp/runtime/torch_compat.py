@@ -1,19 +1,24 @@
 """The only place that touches private parts of torch.distributed.pipelining 2.9."""
 
+import contextlib
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.pipelining import Pipe
-from torch.distributed.pipelining import pipeline as _upstream_pipeline
-from torch.distributed.pipelining._IR import _modify_graph_op_device
+from torch.distributed.pipelining import Pipe, SplitPoint
+from torch.distributed.pipelining._IR import (
+    _modify_graph_op_device,
+    annotate_split_points,
+    aten_pipe_split_alias,
+)
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 __all__ = [
+    "SPLIT_MARK",
     "Pipe",
     "StageBase",
     "calling_schedule",
@@ -28,6 +33,7 @@ __all__ = [
 
 StageBase = _PipelineStageBase
 Schedule = _PipelineSchedule
+SPLIT_MARK = aten_pipe_split_alias
 
 
 def calling_schedule() -> Schedule | None:
@@ -78,11 +84,40 @@ def set_loss_function(schedule: Schedule, function: Callable[[Any, Any], Any]) -
     schedule._loss_fn = function
 
 
-def trace_and_split(*args: Any, **kwargs: Any) -> Pipe:
-    """Call upstream's `pipeline`, without its warnings on its own internals."""
-    with warnings.catch_warnings():
+def trace_and_split(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    split_spec: dict[str, SplitPoint],
+    policy: Callable[[fx.GraphModule], fx.GraphModule],
+) -> Pipe:
+    """Trace a model with upstream's tracer and cut it where `policy` puts marks.
+
+    Upstream's `pipeline` takes either split points or a policy. Its warnings on its
+    own internals are left out, and its changes to `module` are undone.
+    """
+    with warnings.catch_warnings(), _annotated(module, split_spec):
         warnings.simplefilter("ignore")
-        return _upstream_pipeline(*args, **kwargs)
+        pipe: Pipe = Pipe.from_tracing(module, args, kwargs, split_policy=policy)
+        return pipe
+
+
+@contextlib.contextmanager
+def _annotated(
+    module: torch.nn.Module, split_spec: dict[str, SplitPoint]
+) -> Iterator[None]:
+    """Let the submodules at split points leave marks when they are traced."""
+    submodules = [module.get_submodule(name) for name in split_spec]
+    before = [(sub, sub.__dict__.get("forward")) for sub in submodules]
+    annotate_split_points(module, split_spec)
+    try:
+        yield
+    finally:
+        for submodule, forward in before:
+            for name in ("forward", "_orig_forward"):
+                submodule.__dict__.pop(name, None)
+            if forward is not None:
+                submodule.forward = forward
 
 
 def move_factories_to(module: torch.nn.Module, device: torch.device) -> None:
