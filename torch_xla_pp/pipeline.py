@@ -24,6 +24,7 @@ from torch_xla_pp.graph import (
     parameter_names,
     prepare,
     tie_parameters,
+    untied,
 )
 from torch_xla_pp.mesh import Partition
 from torch_xla_pp.runtime import (
@@ -180,7 +181,7 @@ def pipeline(
         prepared.append(prepare(traced, SPLIT_MARK))
         return traced
 
-    with marking_checkpoints():
+    with marking_checkpoints(), untied(module, names):
         split = trace_and_split(module, mb_args, mb_kwargs, split_spec or {}, policy)
     return Pipe(split, prepared[-1], names)
 

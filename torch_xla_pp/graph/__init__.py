@@ -7,6 +7,7 @@ from torch_xla_pp.graph.split import (
     check_split_spec,
     parameter_names,
     tie_parameters,
+    untied,
 )
 from torch_xla_pp.graph.stage_graph import (
     SharedParameter,
@@ -30,4 +31,5 @@ __all__ = [
     "pipeline_yield",
     "prepare",
     "tie_parameters",
+    "untied",
 ]

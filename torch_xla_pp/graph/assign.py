@@ -152,14 +152,16 @@ def _sink(ops: Sequence[fx.Node], groups: dict[fx.Node, int], last: int) -> None
 def _pull_together(
     ops: Sequence[fx.Node], groups: dict[fx.Node, int], written: Sequence[Written]
 ) -> None:
-    """Move all accesses of memory that is written into the first one's group."""
+    """Move all accesses of memory that is written into the first one's group.
+
+    Operands follow, so that they are still made before they are used.
+    """
     before: dict[fx.Node, int] = {}
     while before != groups:
         before = dict(groups)
         for memory in written:
-            accesses = [op for op in memory.accesses if op in groups]
-            low = min((groups[op] for op in accesses), default=0)
-            groups.update(dict.fromkeys(accesses, low))
+            low = min(groups[op] for op in memory.accesses + memory.readers)
+            groups.update(dict.fromkeys(memory.bound, low))
         for op in reversed(ops):
             for operand in op.all_input_nodes:
                 if operand in groups:

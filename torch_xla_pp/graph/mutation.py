@@ -9,8 +9,9 @@ an op that reads or writes the memory through any view of it.
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,16 +29,27 @@ class Written:
 
     Args:
         root: The node that owns it.
-        accesses: The ops that must run in one stage to see the right values.
+        accesses: The ops up to the last write; they must run in one stage.
+        readers: Ops that read it after the last write through what was made before.
     """
 
     root: fx.Node
     accesses: tuple[fx.Node, ...]
+    readers: tuple[fx.Node, ...]
 
     @property
     def is_buffer(self) -> bool:
         """Return whether the memory belongs to the model."""
         return self.root.op == "get_attr"
+
+    @property
+    def bound(self) -> tuple[fx.Node, ...]:
+        """Return the ops that must run in one stage.
+
+        Every stage has its own copy of a buffer. An activation is sent when the stage
+        that made it has run, with all its writes in it.
+        """
+        return self.accesses + self.readers if self.is_buffer else self.accesses
 
 
 def name_writes(graph: fx.Graph) -> None:
@@ -46,47 +58,47 @@ def name_writes(graph: fx.Graph) -> None:
     The data dependency is then an edge of the graph. Views that were made before the
     write are left as they are, see `written_memory`.
     """
-    order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         for target in _targets(node):
             if _alias_of(node) is not target:
                 continue
             for user in list(target.users):
-                if order[user] > order[node]:
+                if user > node:
                     user.replace_input_with(target, node)
 
 
-def written_memory(graph: fx.Graph) -> list[Written]:
-    """Return the memory that a graph writes in place, after `name_writes`."""
+def written_memory(graph: fx.Graph, marks: Sequence[Any]) -> list[Written]:
+    """Return the memory that a graph writes in place, after `name_writes`.
+
+    Nodes whose target is one of `marks` are no accesses. What reads the result of the
+    last write sees the right value in any stage and is no access either.
+    """
     roots = _roots(graph)
-    order = {node: i for i, node in enumerate(graph.nodes)}
     last_write: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         for target in _targets(node):
             last_write[roots[target]] = node
-    return [
-        Written(root=root, accesses=tuple(_accesses(graph, roots, order, root, write)))
-        for root, write in last_write.items()
-    ]
+    found = []
+    for root, write in last_write.items():
+        ops = [n for n in _users(graph, roots, root) if n.target not in marks]
+        early = [op for op in ops if op <= write]
+        late = [op for op in ops if op > write]
+        old = [
+            op
+            for op in late
+            if any(roots[x] is root and x < write for x in op.all_input_nodes)
+        ]
+        found.append(Written(root=root, accesses=tuple(early), readers=tuple(old)))
+    return found
 
 
-def _accesses(
-    graph: fx.Graph,
-    roots: dict[fx.Node, fx.Node],
-    order: dict[fx.Node, int],
-    root: fx.Node,
-    write: fx.Node,
+def _users(
+    graph: fx.Graph, roots: dict[fx.Node, fx.Node], root: fx.Node
 ) -> Iterator[fx.Node]:
-    """Yield the ops that use `root` before its last write, or through an old view.
-
-    What reads the last write's own result sees the right value in any stage.
-    """
+    """Yield the ops that use memory through any view of it."""
     for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output"):
-            continue
-        used = [x for x in node.all_input_nodes if roots[x] is root]
-        is_late = order[node] > order[write]
-        if any(not is_late or order[x] < order[write] for x in used):
+        is_op = node.op not in ("placeholder", "get_attr", "output")
+        if is_op and any(roots[x] is root for x in node.all_input_nodes):
             yield node
 
 

@@ -19,14 +19,13 @@ from torch import Tensor, fx
 
 from torch_xla_pp.errors import PlanError
 from torch_xla_pp.graph.assign import (
-    Assignment,
     assign_stages,
     is_yielded,
     place_of,
 )
 from torch_xla_pp.graph.marks import YIELD
 from torch_xla_pp.graph.mutation import Written, name_writes, written_memory
-from torch_xla_pp.graph.regions import check_bodies, flatten_vmaps
+from torch_xla_pp.graph.regions import check_bodies, flatten_vmaps, inline_contexts
 from torch_xla_pp.graph.signature import CallSpec
 from torch_xla_pp.graph.stage_graph import check_connections
 
@@ -65,15 +64,16 @@ def prepare(traced: fx.GraphModule, split_mark: Any) -> Prepared:
     graph = traced.graph
     call = CallSpec.of(graph)
     _merge_attributes(graph)
+    inline_contexts(traced)
     check_bodies(traced, (YIELD, split_mark))
     flatten_vmaps(traced, (YIELD, split_mark))
     name_writes(graph)
-    written = written_memory(graph)
+    written = written_memory(graph, (YIELD, split_mark))
     assignment = assign_stages(graph, split_mark, written)
-    _check_written(written, assignment)
-    _erase_marks(graph, split_mark)
+    _check_written(written, assignment.stages)
     stages = dict(assignment.stages)
     stages |= _separate_written(graph, written, stages)
+    _erase_marks(graph, split_mark)
     stages |= _carry_inputs(graph, stages)
     stages |= _carry_outputs(graph, stages, len(assignment.names) - 1)
     _check_values(stages)
@@ -93,14 +93,15 @@ def _merge_attributes(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _check_written(written: Sequence[Written], assignment: Assignment) -> None:
+def _check_written(written: Sequence[Written], stages: Mapping[fx.Node, int]) -> None:
     """Refuse memory that is written in one stage and used in another.
 
-    Each stage has its own copy of it, so that the other would miss the write.
+    The other would miss the write.
     """
     faults = []
     for memory in written:
-        places = {assignment.stages[op]: op for op in memory.accesses}
+        ops = [*memory.bound, *_stale_readers(memory, stages)]
+        places = {stages[op]: op for op in ops}
         if len(places) > 1:
             uses = [f"stage {s} at {place_of(op)}" for s, op in sorted(places.items())]
             kind = "buffer" if memory.is_buffer else "tensor"
@@ -113,6 +114,15 @@ def _check_written(written: Sequence[Written], assignment: Assignment) -> None:
             )
     if faults:
         raise PlanError("\n".join(faults))
+
+
+def _stale_readers(memory: Written, stages: Mapping[fx.Node, int]) -> Iterator[fx.Node]:
+    """Yield those readers that would get a value without the writes."""
+    stage = stages[memory.accesses[-1]]
+    is_sent_written = stages.get(memory.root) == stage
+    for op in memory.readers:
+        if stages[op] < stage or (stages[op] > stage and not is_sent_written):
+            yield op
 
 
 def _separate_written(
@@ -128,7 +138,7 @@ def _separate_written(
             copy = graph.call_function(torch.ops.aten.clone.default, (memory.root,))
         copy.meta = dict(first.meta) | {"val": memory.root.meta.get("val")}
         copies[copy] = stages[first]
-        for op in memory.accesses:
+        for op in memory.accesses + memory.readers:
             op.replace_input_with(memory.root, copy)
     return copies
 

@@ -6,32 +6,83 @@ Only the top level of a graph can be cut into stages.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch._functorch import predispatch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_xla_pp.errors import PlanError
 
+_SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 _ENTER = predispatch._vmap_increment_nesting
 _LEAVE = predispatch._vmap_decrement_nesting
 _LOAD = predispatch.lazy_load_decompositions
 
 
+def inline_contexts(traced: fx.GraphModule) -> None:
+    """Put the ops of `torch.no_grad` and disabled autocast blocks into the graph.
+
+    An exported graph keeps such a block as a body of an operator. Without gradients is
+    the same as detached; a disabled autocast of the device that the model was traced
+    on is none on the XLA device.
+    """
+    for node in list(traced.graph.nodes):
+        is_no_grad = node.target is _SET_GRAD and node.args[0] is False
+        is_no_autocast = node.target is _AUTOCAST and node.args[2] is False
+        if is_no_grad or is_no_autocast:
+            _inline_body(traced, node, is_no_grad)
+    traced.graph.lint()  # type: ignore[no-untyped-call]
+
+
+def _inline_body(traced: fx.GraphModule, node: fx.Node, detaches: bool) -> None:
+    """Replace the call of a body by the body's ops."""
+    at = 1 if detaches else 4
+    name = node.args[at]
+    if not isinstance(name, fx.Node):
+        raise TypeError(f"{node}: expected a node for its body, got {name!r}.")
+    body = _attribute(traced, str(name.target))
+    inline_contexts(body)
+    inputs = [x for x in node.args[at + 1 :] if isinstance(x, fx.Node)]
+    results = _inline(traced, body, node, inputs)
+    if detaches:
+        results = [r if r in inputs else _detached(r, node) for r in results]
+    for user in list(node.users):
+        user.replace_all_uses_with(results[int(str(user.args[1]))])
+        traced.graph.erase_node(user)
+    traced.graph.erase_node(node)
+    if not name.users:
+        traced.graph.erase_node(name)
+
+
+def _detached(value: fx.Node, before: fx.Node) -> fx.Node:
+    with value.graph.inserting_before(before):
+        result = value.graph.call_function(torch.ops.aten.detach.default, (value,))
+    result.meta = dict(value.meta)
+    return result
+
+
 def check_bodies(traced: fx.GraphModule, marks: Sequence[Any]) -> None:
-    """Refuse marks in the body of an operator such as `torch.cond`.
+    """Refuse operators with bodies, such as `torch.cond`, above all with marks inside.
 
     Raises:
-        PlanError: Names the operators whose bodies hold marks.
+        PlanError: Names them all.
     """
     faults = []
     for node in traced.graph.nodes:
-        bodies = [body for body in _bodies(traced, node) if _holds(body, marks)]
-        if bodies:
+        bodies = _bodies(traced, node)
+        if any(_holds(body, marks) for body in bodies):
             faults.append(
                 "pipeline: expected split marks and pipeline_yield at the top level of "
                 f"the model's forward, got one inside a branch or body of {node.name}"
                 f" ({node.target}). A branch cannot be cut into stages: mark the "
                 "stage before or after it."
+            )
+        elif bodies:
+            faults.append(
+                f"pipeline: {node.name} ({node.target}) is control flow: expected "
+                "operations on tensors only, which is what torch's pipelining can "
+                "split. Write it with torch.where, or make the stages by hand."
             )
     if faults:
         raise PlanError("\n".join(faults))
@@ -97,7 +148,7 @@ def _flatten(traced: fx.GraphModule, region: Sequence[fx.Node]) -> None:
     outputs = [n for n in region if any(u not in inside for u in n.users)]
     body = _body_of(traced, region, inputs, outputs)
     flat = make_fx(body)(*(node.meta["val"] for node in inputs))
-    results = _inline(traced, flat, region, inputs)
+    results = _inline(traced, flat, region[0], inputs)
     for node, result in zip(outputs, results, strict=True):
         node.replace_all_uses_with(result)
     for node in reversed(region):
@@ -122,36 +173,21 @@ def _body_of(
 
 def _inline(
     traced: fx.GraphModule,
-    flat: fx.GraphModule,
-    region: Sequence[fx.Node],
+    body: fx.GraphModule,
+    place: fx.Node,
     inputs: Sequence[fx.Node],
 ) -> list[fx.Node]:
-    """Copy the ops of a flat graph to where a region begins; return its results."""
-    place = region[0]
+    """Copy the ops of a body to before `place`; return its results."""
     given = iter(inputs)
     copies: dict[fx.Node, fx.Node] = {}
-    for node in flat.graph.nodes:
-        if node.op == "output":
-            return [copies[x] for x in node.args[0]]
+    for node in body.graph.nodes:
         if node.op == "placeholder":
             copies[node] = next(given)
-            continue
-        with traced.graph.inserting_before(place):
-            copies[node] = _copied(traced, flat, node, copies)
-        for key in ("nn_module_stack", "stack_trace"):
-            if key in place.meta:
-                copies[node].meta[key] = place.meta[key]
-    return []
-
-
-def _copied(
-    traced: fx.GraphModule,
-    flat: fx.GraphModule,
-    node: fx.Node,
-    copies: dict[fx.Node, fx.Node],
-) -> fx.Node:
-    copy = traced.graph.node_copy(node, lambda x: copies[x])
-    if node.op == "get_attr":
-        copy.target = f"_of_vmap_{copy.name}"
-        traced.register_buffer(copy.target, getattr(flat, str(node.target)), False)
-    return copy
+        elif node.op not in ("output", "get_attr"):
+            with traced.graph.inserting_before(place):
+                copies[node] = traced.graph.node_copy(node, lambda x: copies[x])
+            for key in ("nn_module_stack", "stack_trace"):
+                if key not in node.meta and key in place.meta:
+                    copies[node].meta[key] = place.meta[key]
+    (output,) = body.graph.find_nodes(op="output")
+    return [copies[x] for x in output.args[0]]

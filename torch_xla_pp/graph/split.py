@@ -1,6 +1,7 @@
 """Checks on a model and its split points, before and after the split."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -52,6 +53,37 @@ def shared_parameters(
         if len(names) > 1:
             shared.append(SharedParameter(group=group[0], names=tuple(names)))
     return tuple(shared)
+
+
+@contextlib.contextmanager
+def untied(module: nn.Module, groups: Iterable[tuple[str, ...]]) -> Iterator[None]:
+    """Give each name of a shared parameter a parameter of its own, for tracing.
+
+    Tracing keeps one of the names only, and which one is not sure. Parameters that
+    are shared because a whole submodule is are left as they are.
+    """
+    replaced = []
+    for group in groups:
+        slots = [_slot(module, name) for name in group]
+        for slot, key in slots[1:]:
+            if slot is not slots[0][0] and slot[key] is slots[0][0][slots[0][1]]:
+                replaced.append((slot, key, slot[key]))
+                slot[key] = _copy_of(slot[key])
+    try:
+        yield
+    finally:
+        for slot, key, parameter in replaced:
+            slot[key] = parameter
+
+
+def _slot(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    path, _, key = name.rpartition(".")
+    return module.get_submodule(path)._parameters, key
+
+
+def _copy_of(parameter: nn.Parameter) -> nn.Parameter:
+    data = parameter.detach().clone()
+    return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
 def tie_parameters(groups: Iterable[tuple[str, ...]], stage: nn.Module) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.distributed.pipelining import Pipe, SplitPoint
 from torch.distributed.pipelining._IR import (
+    MultiUseParameterConfig,
     _modify_graph_op_device,
     annotate_split_points,
     aten_pipe_split_alias,
@@ -93,12 +94,21 @@ def trace_and_split(
 ) -> Pipe:
     """Trace a model with upstream's tracer and cut it where `policy` puts marks.
 
-    Upstream's `pipeline` takes either split points or a policy. Its warnings on its
-    own internals are left out, and its changes to `module` are undone.
+    As upstream's `pipeline`, but it takes both split points and a policy, undoes its
+    changes to `module`, and finds each parameter under the one name that the trace
+    has for it: among several names of a parameter upstream takes one by the order of
+    a set, which may be one that the stage lacks. Warnings of upstream on its own
+    internals are left out.
     """
     with warnings.catch_warnings(), _annotated(module, split_spec):
         warnings.simplefilter("ignore")
-        pipe: Pipe = Pipe.from_tracing(module, args, kwargs, split_policy=policy)
+        program = Pipe._trace_with_export(module, args, kwargs)
+        pipe: Pipe = Pipe._from_traced(
+            program.module(check_guards=False),
+            program,
+            MultiUseParameterConfig.REPLICATE,
+            split_policy=policy,
+        )
         return pipe
 
 
