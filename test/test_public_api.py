@@ -19,6 +19,7 @@ PUBLIC = [
     "device",
     "init_device_mesh",
     "pipeline",
+    "pipeline_yield",
 ]
 
 

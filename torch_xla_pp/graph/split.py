@@ -1,12 +1,15 @@
 """Checks on a model and its split points, before and after the split."""
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from torch_xla_pp.graph.stage_graph import SharedParameter
+
+_CALL_NUMBER = re.compile(r"@\d+")
 
 
 def check_split_spec(module: nn.Module, split_spec: Mapping[str, Any]) -> None:
@@ -89,11 +92,21 @@ def _copy_of(parameter: nn.Parameter) -> nn.Parameter:
 def tie_parameters(groups: Iterable[tuple[str, ...]], stage: nn.Module) -> None:
     """Make one parameter again of those that tracing has copied.
 
-    torch.export gives every name of a shared parameter a copy of its own.
+    Each name of a shared parameter has a copy of its own, and so has each call of a
+    submodule that is called several times: calls after the first are submodules of
+    their own, called `name@1` and so on.
     """
-    held = dict(stage.named_parameters(remove_duplicate=False))
-    for group in groups:
-        names = [name for name in group if name in held]
-        for name in names[1:]:
-            parent, _, key = name.rpartition(".")
-            setattr(stage.get_submodule(parent), key, held[names[0]])
+    group_of = {name: group[0] for group in groups for name in group}
+    first: dict[str, nn.Parameter] = {}
+    _list_calls_last(stage)
+    for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
+        plain = _CALL_NUMBER.sub("", name)
+        slot, key = _slot(stage, name)
+        slot[key] = first.setdefault(group_of.get(plain, plain), parameter)
+
+
+def _list_calls_last(stage: nn.Module) -> None:
+    """Let submodules come before their repeated calls, to give parameters names."""
+    for module in stage.modules():
+        for name in [name for name in module._modules if "@" in name]:
+            module._modules[name] = module._modules.pop(name)
