@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from graph.splitting import Net, example, holders, pairs, split
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.distributed.pipelining import SplitPoint, pipe_split
 from torch.utils.checkpoint import checkpoint
 
@@ -205,6 +205,40 @@ def test_a_yielded_value_is_written_in_a_copy() -> None:
         return net.layers[1](pipeline_yield(first).relu_()) + extra
 
     assert pairs(split(run)) == "01"
+
+
+class Block(nn.Module):
+    """A stage ends in the middle; what it returns besides is used late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        late = self.b(x.sin())
+        return pipeline_yield(self.a(x)), late
+
+
+def test_a_module_may_be_cut_and_called_again() -> None:
+    def run(net: Net, x: Tensor) -> Tensor:
+        first, late = net.block(x)
+        second = net.layers[0](first).relu()
+        third = net.block.a(second + late).relu()
+        return net.block.a(net.layers[0](third)) + net.block.b(third)
+
+    net = Net(run)
+    net.block = Block()
+    pipe = split(net)
+    assert pipe.num_stages == 2
+    parameters = dict(pipe.get_stage_module(1).named_parameters())
+    names = [f"{m}.{p}" for m in ("block.a", "block.b", "layers.0") for p in KINDS]
+    assert sorted(parameters) == sorted(names)
+    assert pipe.stage_graph.shared_of(1) == {
+        f"block.a.{p}": f"block.a.{p}" for p in KINDS
+    }
+
+
+KINDS = ("weight", "bias")
 
 
 # With other marks.

@@ -1,10 +1,11 @@
 """Values that cross between any two stages."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from graph.splitting import Net, example, holders, pairs, split
+from graph.splitting import Net, example, holders, pairs, run_stages, split
 from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint, pipe_split
 
@@ -124,7 +125,7 @@ def test_the_last_stage_returns_what_the_model_returns() -> None:
     assert [v.name for v in pipe.stage_graph.stages[1].outputs][2:4] == ["3", "None"]
 
 
-def test_registered_classes_and_parameters_may_be_returned() -> None:
+def test_named_tuples_and_parameters_may_be_returned() -> None:
     def run(net: Net, x: Tensor) -> Any:
         first = net.layers[0](x)
         return Answer(net.layers[1](first).sum(), (first, net.layers[0].weight))
@@ -132,6 +133,27 @@ def test_registered_classes_and_parameters_may_be_returned() -> None:
     pipe = split(run, split_spec=CUT_ONE)
     assert pipe.stage_graph.stages[1].inputs[0].shape == (3, 4)
     assert pipe.stage_graph.shared_of(1) == {"layers.0.weight": "layers.0.weight"}
+
+
+@dataclass
+class Result:
+    logits: Tensor
+    hidden: Tensor
+
+
+torch.export.register_dataclass(Result, serialized_type_name="test_values.Result")
+
+
+def test_a_registered_class_is_returned_as_it_is() -> None:
+    def run(net: Net, x: Tensor) -> Result:
+        first = net.layers[0](x)
+        return Result(logits=net.layers[1](first), hidden=first)
+
+    pipe = xpp.pipeline(Net(run), mb_args=(example(),), split_spec=CUT_ONE)
+    result, expected = run_stages(pipe, example()), Net(run)(example())
+    assert isinstance(result, Result)
+    torch.testing.assert_close(result.logits, expected.logits)
+    torch.testing.assert_close(result.hidden, expected.hidden)
 
 
 def test_a_model_of_one_stage() -> None:

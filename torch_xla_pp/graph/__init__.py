@@ -11,6 +11,7 @@ from torch_xla_pp.graph.split import (
 )
 from torch_xla_pp.graph.stage_graph import (
     SharedParameter,
+    Source,
     Stage,
     StageEdge,
     StageGraph,
@@ -20,6 +21,7 @@ from torch_xla_pp.graph.stage_graph import (
 __all__ = [
     "Prepared",
     "SharedParameter",
+    "Source",
     "Stage",
     "StageEdge",
     "StageGraph",

@@ -187,10 +187,8 @@ def _carried(graph: fx.Graph, node: fx.Node, before: fx.Node) -> fx.Node:
     with graph.inserting_before(before):
         copy = graph.create_node("call_function", carry, (node,), name=node.name)
     copy.meta["val"] = node.meta.get("val")
-    stacks = [
-        n.meta["nn_module_stack"] for n in graph.nodes if "nn_module_stack" in n.meta
-    ]
-    for stack in stacks[:1]:
+    stacks = (n.meta.get("nn_module_stack") for n in graph.nodes)
+    if stack := next(filter(None, stacks), None):
         copy.meta["nn_module_stack"] = dict(list(stack.items())[:1])
     return copy
 

@@ -24,26 +24,28 @@ def inline_contexts(traced: fx.GraphModule) -> None:
     """Put the ops of `torch.no_grad` and disabled autocast blocks into the graph.
 
     An exported graph keeps such a block as a body of an operator. Without gradients is
-    the same as detached; a disabled autocast of the device that the model was traced
-    on is none on the XLA device.
+    the same as detached; autocast that is disabled for the host, where the model was
+    traced, means nothing on the XLA device. Blocks that hold others are left alone.
     """
     for node in list(traced.graph.nodes):
         is_no_grad = node.target is _SET_GRAD and node.args[0] is False
         is_no_autocast = node.target is _AUTOCAST and node.args[2] is False
-        if is_no_grad or is_no_autocast:
-            _inline_body(traced, node, is_no_grad)
+        if is_no_grad:
+            _inline_body(traced, node, 1, detaches=True)
+        elif is_no_autocast and node.args[0] != "xla":
+            _inline_body(traced, node, 4, detaches=False)
     traced.graph.lint()  # type: ignore[no-untyped-call]
 
 
-def _inline_body(traced: fx.GraphModule, node: fx.Node, detaches: bool) -> None:
-    """Replace the call of a body by the body's ops."""
-    at = 1 if detaches else 4
-    name = node.args[at]
-    if not isinstance(name, fx.Node):
-        raise TypeError(f"{node}: expected a node for its body, got {name!r}.")
+def _inline_body(
+    traced: fx.GraphModule, node: fx.Node, at: int, *, detaches: bool
+) -> None:
+    """Replace the call of a body by the body's ops; argument `at` names the body."""
+    (name, *inputs) = [x for x in node.args[at:] if isinstance(x, fx.Node)]
     body = _attribute(traced, str(name.target))
     inline_contexts(body)
-    inputs = [x for x in node.args[at + 1 :] if isinstance(x, fx.Node)]
+    if body.graph.find_nodes(op="get_attr"):
+        return
     results = _inline(traced, body, node, inputs)
     if detaches:
         results = [r if r in inputs else _detached(r, node) for r in results]

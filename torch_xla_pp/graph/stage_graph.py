@@ -64,13 +64,18 @@ class Stage:
     flops: int | None = None
 
     def __str__(self) -> str:
+        return ": ".join(filter(None, [self.name, ", ".join(self.facts)]))
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Return what is known of its size, as texts."""
         facts = []
         if self.num_parameters is not None and self.parameter_bytes is not None:
             size = _bytes_text(self.parameter_bytes)
             facts.append(f"{_count_text(self.num_parameters)} parameters ({size})")
         if self.flops is not None:
             facts.append(f"{_count_text(self.flops)} FLOPs")
-        return f"{self.name}: {', '.join(facts)}" if facts else self.name
+        return tuple(facts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +175,7 @@ class StageGraph:
         """Return the graph in graphviz's language, stages as boxes."""
         lines = ["digraph stages {", "  node [shape=box];"]
         for index, stage in enumerate(self.stages):
-            label = _quoted(f"{index} {stage}".replace(": ", "\n").replace(", ", "\n"))
+            label = _quoted("\n".join([f"{index} {stage.name}", *stage.facts]))
             lines.append(f"  {index} [label={label}];")
         for edge in self.edges:
             size = [] if edge.bytes is None else [_bytes_text(edge.bytes)]
@@ -224,11 +229,11 @@ class StageGraph:
 
         Stages of equal depth have no path between them: they are parallel branches.
         """
-        return max((1 + self.depth(p) for p in self.producers(stage)), default=0)
+        return _longest_path(self.pairs, stage)
 
     def height(self, stage: int) -> int:
         """Return the number of edges on the longest path from `stage` to the sink."""
-        return max((1 + self.height(c) for c in self.consumers(stage)), default=0)
+        return _longest_path(((c, p) for p, c in self.pairs), stage)
 
     def shared_of(self, stage: int) -> dict[str, str]:
         """Return the group of each parameter of `stage` that other stages hold too.
@@ -357,6 +362,16 @@ def _cycle(pairs: Sequence[tuple[int, int]]) -> list[int]:
     while path and path[-1] not in path[:-1]:
         path.append(next(c for p, c in left if p == path[-1]))
     return path[path.index(path[-1]) :] if path else []
+
+
+def _longest_path(pairs: Iterable[tuple[int, int]], end: int) -> int:
+    """Return the number of pairs on the longest path that leads to `end`."""
+    ends, length = {end}, -1
+    pairs = tuple(pairs)
+    while ends:
+        ends = {giver for giver, taker in pairs if taker in ends}
+        length += 1
+    return length
 
 
 def _arrows(pairs: Iterable[tuple[int, int]]) -> str:
