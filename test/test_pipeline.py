@@ -26,8 +26,17 @@ class Two(nn.Module):
 
 def test_a_split_model_shows_its_stages() -> None:
     pipe = xpp.pipeline(Two(), mb_args=(torch.ones(2, 4),), split_spec=CUT)
-    assert str(pipe.stage_graph) == "2 stages\n  0.out0 -> 1.in0"
     assert pipe.num_stages == 2
+    assert str(pipe.stage_graph).splitlines() == [
+        "2 stages",
+        "  0 stage_0: 20 parameters (80 B), 64 FLOPs",
+        "      in  x float32[2, 4]",
+        "      out relu_default float32[2, 4]",
+        "  1 stage_1: 20 parameters (80 B), 64 FLOPs",
+        "      in  relu float32[2, 4]",
+        "      out second float32[2, 4]",
+        "  0.out0 -> 1.in0  float32[2, 4]  32 B",
+    ]
 
 
 def test_an_unknown_submodule_in_split_spec() -> None:
@@ -39,9 +48,40 @@ def test_an_unknown_submodule_in_split_spec() -> None:
         )
 
 
-def test_a_parameter_of_two_stages_is_refused() -> None:
-    with pytest.raises(xpp.PlanError, match=r"= second.weight \(stages \[0, 1\]\)"):
-        xpp.pipeline(Two(is_tied=True), mb_args=(torch.ones(2, 4),), split_spec=CUT)
+def test_a_pipe_runs_all_stages_as_upstreams_does() -> None:
+    model, x = Two(), torch.ones(2, 4)
+    pipe = xpp.pipeline(model, mb_args=(x,), split_spec=CUT)
+    (result,) = pipe(x)
+    torch.testing.assert_close(result, model(x))
+
+
+def test_split_points_and_a_policy_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="split_spec or split_policy, got both"):
+        xpp.pipeline(
+            Two(),
+            mb_args=(torch.ones(2, 4),),
+            split_spec=CUT,
+            split_policy=lambda traced: traced,
+        )
+
+
+def test_a_parameter_of_two_stages_is_not_run_yet() -> None:
+    pipe = xpp.pipeline(Two(is_tied=True), mb_args=(torch.ones(2, 4),), split_spec=CUT)
+    assert pipe.replicated_params == []
+    with pytest.raises(xpp.PlanError, match=r"first.weight in stage 0, second.weight"):
+        pipe.build_stage(0, torch.device("cpu"))
+
+
+class Skip(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        first = xpp.pipeline_yield(self.first(x))
+        return self.second(xpp.pipeline_yield(first.sin())) + first
+
+
+def test_a_value_that_skips_a_stage_is_not_run_yet() -> None:
+    pipe = xpp.pipeline(Skip(), mb_args=(torch.ones(2, 4),))
+    with pytest.raises(xpp.PlanError, match=r"edges between other stages: 0.out0 -> 2"):
+        pipe.build_stage(0, torch.device("cpu"))
 
 
 class Tied(nn.Module):

@@ -24,6 +24,7 @@ PUBLIC = [
     "device",
     "init_device_mesh",
     "pipeline",
+    "pipeline_yield",
 ]
 
 

@@ -19,6 +19,7 @@ from torch_xla_pp.errors import (
     TransportError,
     TransportTimeout,
 )
+from torch_xla_pp.graph import pipeline_yield
 from torch_xla_pp.launch import device, init_device_mesh
 from torch_xla_pp.pipeline import Pipe, pipeline
 from torch_xla_pp.runtime import PipelineStage, ScheduleFromTable, clip_grad_norm_
@@ -40,4 +41,5 @@ __all__ = [
     "device",
     "init_device_mesh",
     "pipeline",
+    "pipeline_yield",
 ]

@@ -11,53 +11,79 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.pipelining import SplitPoint
+from torch.utils import _pytree as pytree
 
 from torch_xla_pp.compile import Remat, marking_checkpoints
-from torch_xla_pp.errors import PlanError
 from torch_xla_pp.graph import (
-    StageGraph,
+    Prepared,
     check_split_spec,
+    describe,
+    finish,
     parameter_names,
-    shared_parameters,
+    prepare,
     tie_parameters,
+    untied,
 )
 from torch_xla_pp.mesh import Partition
+from torch_xla_pp.plan import SourceLike
+from torch_xla_pp.runtime import (
+    SPLIT_MARK,
+    XlaPipelineStage,
+    move_factories_to,
+    trace_and_split,
+)
 from torch_xla_pp.runtime import Pipe as _TracedPipe
-from torch_xla_pp.runtime import XlaPipelineStage, move_factories_to, trace_and_split
 
 
 class Pipe(_TracedPipe):
     """Hold a model that was traced and split into stages.
 
     As `torch.distributed.pipelining.Pipe`, but its stages run on XLA devices. Made
-    by `pipeline`.
+    by `pipeline`. The first stage's module takes what the model takes and the last
+    one's returns what the model returns; between them, modules take and return
+    tensors as `stage_graph` says.
 
     Args:
-        traced: The traced and split model.
+        traced: The traced and split model; this object takes it over.
+        prepared: What was found out about the model before it was split.
         names: All names of each parameter of the model.
 
     Attributes:
         stage_graph: The stages and the values that flow between them.
     """
 
-    def __init__(self, traced: _TracedPipe, names: Sequence[tuple[str, ...]]) -> None:
+    def __init__(
+        self,
+        traced: _TracedPipe,
+        prepared: Prepared,
+        names: Sequence[tuple[str, ...]],
+    ) -> None:
+        finish(traced.split_gm, prepared)
         super().__init__(
             traced.split_gm,
             traced.num_stages,
             traced.has_loss_and_backward,
             traced.loss_spec,
         )
-        self.stage_graph = StageGraph.from_split(self.split_gm)
-        stages = [self.get_stage_module(i) for i in range(self.num_stages)]
-        shared = shared_parameters(names, stages)
-        if shared:
-            raise PlanError(
-                "pipeline: expected every parameter to be used by one stage, got "
-                f"shared ones: {'; '.join(shared)}. Move the split points so that "
-                "all uses are in one stage, or untie the parameters."
-            )
-        for stage in stages:
-            tie_parameters(names, stage)
+        self.replicated_params = traced.replicated_params
+        for index in range(self.num_stages):
+            tie_parameters(names, self.get_stage_module(index))
+        self.stage_graph = describe(self.split_gm, prepared.names, names)
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Run all stages in this process, one after the other.
+
+        Takes what the model takes; returns the leaves of what the model returns, as
+        upstream does.
+        """
+        results: list[Any] = [self.get_stage_module(0)(*args, **kwargs)]
+        for index in range(1, self.num_stages):
+            values = [
+                results[stage] if output is None else results[stage][output]
+                for stage, output in self.stage_graph.sources(index)
+            ]
+            results.append(self.get_stage_module(index)(*values))
+        return tuple(pytree.tree_leaves(results[-1]))
 
     def build_stage(  # type: ignore[override]  # another class of stage
         self,
@@ -90,11 +116,13 @@ class Pipe(_TracedPipe):
             ValueError: An argument does not fit.
         """
         module: nn.Module = nn.Module()
-        expected = None
+        expected, sources, tied = None, None, None
         if 0 <= stage_index < self.num_stages:
             module = self.get_stage_module(stage_index)
             move_factories_to(module, device)
             expected = _traced_inputs(module)
+            sources = self._sources_of(stage_index)
+            tied = self.stage_graph.shared_of(stage_index)
         return XlaPipelineStage(
             module,
             stage_index,
@@ -105,9 +133,16 @@ class Pipe(_TracedPipe):
             sharding=sharding,
             batch_axis=batch_axis,
             remat=remat,
-            inputs_from=None,
+            inputs_from=sources,
+            tied=tied,
             expected_inputs=expected,
         )
+
+    def _sources_of(self, stage: int) -> list[SourceLike]:
+        return [
+            producer if output is None else (producer, output)
+            for producer, output in self.stage_graph.sources(stage)
+        ]
 
 
 def pipeline(
@@ -126,21 +161,34 @@ def pipeline(
         mb_args: Example of one microbatch's positional arguments.
         mb_kwargs: Example of its keyword arguments.
         split_spec: Name of a submodule → where to split at it.
-        split_policy: Splits the traced graph in another way.
+        split_policy: Splits the traced graph in another way; runs before the marks
+            of `pipeline_yield` are looked at.
 
     Raises:
-        ValueError: `split_spec` names unknown submodules.
-        PlanError: A value skips a stage, or stages share a parameter.
+        ValueError: `split_spec` names unknown submodules, or is given together with
+            a `split_policy`.
+        PlanError: The model cannot be split as its marks say.
 
     Example:
         >>> pipe = pipeline(model, mb_args=(x,),
         ...                 split_spec={"layers.4": SplitPoint.BEGINNING})
     """
     check_split_spec(module, split_spec or {})
+    if split_spec and split_policy is not None:
+        raise ValueError(
+            "pipeline: expected split_spec or split_policy, got both. Leave one out."
+        )
     names = parameter_names(module)
-    with marking_checkpoints():
-        traced = trace_and_split(module, mb_args, mb_kwargs, split_spec, split_policy)
-    return Pipe(traced, names)
+    prepared: list[Prepared] = []
+
+    def policy(traced: fx.GraphModule) -> fx.GraphModule:
+        traced = traced if split_policy is None else split_policy(traced)
+        prepared.append(prepare(traced, SPLIT_MARK))
+        return traced
+
+    with marking_checkpoints(), untied(module, names):
+        split = trace_and_split(module, mb_args, mb_kwargs, split_spec or {}, policy)
+    return Pipe(split, prepared[-1], names)
 
 
 def _traced_inputs(module: nn.Module) -> list[torch.Tensor] | None:

@@ -1,29 +1,140 @@
-"""The stages of a model as a graph, read from the split FX module.
+"""The stages of a model as a graph.
 
 Terms: an *edge* carries one output of a producing stage to one input of a consuming
-stage. Edges, not the schedule, say which values are sent.
+stage; stages are numbered so that a producer comes before its consumers. A *group* is
+one parameter of the model that several stages hold a copy of.
+
+Law: edges, not the schedule, say which values are sent. Every stage but the first
+takes all its positional inputs from edges.
 """
 
-import operator
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from torch import fx
+import torch
 
 from torch_xla_pp.errors import PlanError
+
+Source = tuple[int, int | None]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_COUNTS = ("", "K", "M", "G", "T", "P")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageValue:
+    """Describe an input or output of a stage.
+
+    Args:
+        name: Its name in the traced graph.
+        shape: Its shape; None if it is unknown or no tensor.
+        dtype: Its dtype, likewise.
+    """
+
+    name: str
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} {_type_text(self.shape, self.dtype)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """Describe a stage.
+
+    Args:
+        name: Its name.
+        inputs: What its module takes: positional inputs in order, on the first stage
+            the model's own, flat.
+        outputs: What its module returns, flat.
+        is_bare: Whether the module returns one tensor, not a tuple of them.
+        num_parameters: Numbers in its parameters, None if unknown.
+        parameter_bytes: Bytes of its parameters, None if unknown.
+        flops: Estimate of the forward of one microbatch, None if unknown.
+    """
+
+    name: str
+    inputs: tuple[StageValue, ...] = ()
+    outputs: tuple[StageValue, ...] = ()
+    is_bare: bool = False
+    num_parameters: int | None = None
+    parameter_bytes: int | None = None
+    flops: int | None = None
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, [self.name, ", ".join(self.facts)]))
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Return what is known of its size, as texts."""
+        facts = []
+        if self.num_parameters is not None and self.parameter_bytes is not None:
+            size = _bytes_text(self.parameter_bytes)
+            facts.append(f"{_count_text(self.num_parameters)} parameters ({size})")
+        if self.flops is not None:
+            facts.append(f"{_count_text(self.flops)} FLOPs")
+        return tuple(facts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageEdge:
-    """Carry output `output` of stage `producer` to input `input` of `consumer`."""
+    """Carry output `output` of stage `producer` to input `input` of `consumer`.
+
+    Args:
+        producer: Index of the stage that makes the value.
+        output: Index of the value among its outputs.
+        consumer: Index of the stage that takes it.
+        input: Index of the value among its positional inputs.
+        shape: Shape of the value for one microbatch, None if unknown.
+        dtype: Its dtype, None if unknown.
+        sharding: Text of its sharding, None if unknown.
+    """
 
     producer: int
     output: int
     consumer: int
     input: int
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    sharding: str | None = None
+
+    @property
+    def bytes(self) -> int | None:
+        """Return the bytes of the whole value, None if they are unknown."""
+        if self.shape is None or self.dtype is None:
+            return None
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{self.producer}.out{self.output} -> {self.consumer}.in{self.input}"
+        ends = f"{self.producer}.out{self.output} -> {self.consumer}.in{self.input}"
+        if self.bytes is None:
+            return ends
+        facts = [_type_text(self.shape, self.dtype), _bytes_text(self.bytes)]
+        return "  ".join([ends, *facts, *([self.sharding] if self.sharding else [])])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedParameter:
+    """Describe a parameter of which several stages hold a copy.
+
+    Args:
+        group: Its first name in the model.
+        names: Pairs of a stage and the parameter's name in that stage.
+    """
+
+    group: str
+    names: tuple[tuple[int, str], ...]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Return the stages that hold a copy, in order."""
+        return tuple(stage for stage, _ in self.names)
+
+    def __str__(self) -> str:
+        held = ", ".join(f"{name} in stage {stage}" for stage, name in self.names)
+        return f"{self.group}: {held}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,94 +142,265 @@ class StageGraph:
     """Hold the stages of a model and the edges between them.
 
     Args:
-        num_stages: Number of stages.
+        stages: The stages, producers before consumers.
         edges: All edges, ordered by consumer, then by input.
+        shared: Parameters of which several stages hold a copy.
 
     Raises:
-        PlanError: The edges do not form a chain of neighbours, the only shape that
-            is supported so far.
+        PlanError: An edge does not lead to a later stage, inputs of a stage are
+            missing or given twice, or a stage is not connected to the others.
     """
 
-    num_stages: int
+    stages: tuple[Stage, ...]
     edges: tuple[StageEdge, ...]
+    shared: tuple[SharedParameter, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        skips = [str(e) for e in self.edges if e.consumer != e.producer + 1]
-        if skips:
-            raise PlanError(
-                "pipeline: expected values to go from each stage to the next one, "
-                f"got edges between other stages: {', '.join(skips)}. Move the split "
-                "points so that no value skips a stage."
-            )
+        check_connections([stage.name for stage in self.stages], self.pairs)
+        faults = [text for i in range(self.num_stages) for text in self._gaps(i)]
+        if faults:
+            raise PlanError("stage graph: " + "\n".join(faults))
 
     def __str__(self) -> str:
         lines = [f"{self.num_stages} stages"]
-        return "\n".join(lines + [f"  {edge}" for edge in self.edges])
+        for index, stage in enumerate(self.stages):
+            lines.append(f"  {index} {stage}")
+            lines += [f"      in  {value}" for value in stage.inputs]
+            lines += [f"      out {value}" for value in stage.outputs]
+        lines += [f"  {edge}" for edge in self.edges]
+        lines += [f"  shared {parameter}" for parameter in self.shared]
+        return "\n".join(lines)
+
+    def to_dot(self) -> str:
+        """Return the graph in graphviz's language, stages as boxes."""
+        lines = ["digraph stages {", "  node [shape=box];"]
+        for index, stage in enumerate(self.stages):
+            label = _quoted("\n".join([f"{index} {stage.name}", *stage.facts]))
+            lines.append(f"  {index} [label={label}];")
+        for edge in self.edges:
+            size = [] if edge.bytes is None else [_bytes_text(edge.bytes)]
+            facts = [_type_text(edge.shape, edge.dtype), *size]
+            text = _quoted("\n".join(filter(None, facts)))
+            lines.append(f"  {edge.producer} -> {edge.consumer} [label={text}];")
+        return "\n".join([*lines, "}"])
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of stages."""
+        return len(self.stages)
+
+    @property
+    def pairs(self) -> frozenset[tuple[int, int]]:
+        """Return each pair of stages with an edge between them, producer first."""
+        return frozenset((edge.producer, edge.consumer) for edge in self.edges)
+
+    @property
+    def is_chain(self) -> bool:
+        """Return whether values go from each stage to the next one only."""
+        return all(consumer == producer + 1 for producer, consumer in self.pairs)
+
+    def sources(self, stage: int) -> tuple[Source, ...]:
+        """Return where each positional input of a stage's module comes from.
+
+        Returns:
+            Pairs of the producing stage and the index of its output, None for the
+            index if the producer's module returns one bare tensor. Empty for the
+            first stage, whose inputs the schedule passes in.
+        """
+        return tuple(
+            (e.producer, None if self.stages[e.producer].is_bare else e.output)
+            for e in self._inputs(stage)
+        )
+
+    def producers(self, stage: int) -> tuple[int, ...]:
+        """Return the stages that `stage` takes values from, in order."""
+        return tuple(sorted({p for p, consumer in self.pairs if consumer == stage}))
+
+    def consumers(self, stage: int) -> tuple[int, ...]:
+        """Return the stages that take values from `stage`, in order."""
+        return tuple(sorted({c for producer, c in self.pairs if producer == stage}))
 
     def outputs_sent(self, stage: int) -> tuple[int, ...]:
-        """Return which outputs of `stage` are sent on, in the consumer's order."""
+        """Return which outputs of `stage` are sent on, in the consumers' order."""
         return tuple(e.output for e in self.edges if e.producer == stage)
 
+    def depth(self, stage: int) -> int:
+        """Return the number of edges on the longest path that leads to `stage`.
+
+        Stages of equal depth have no path between them: they are parallel branches.
+        """
+        return _longest_path(self.pairs, stage)
+
+    def height(self, stage: int) -> int:
+        """Return the number of edges on the longest path from `stage` to the sink."""
+        return _longest_path(((c, p) for p, c in self.pairs), stage)
+
+    def shared_of(self, stage: int) -> dict[str, str]:
+        """Return the group of each parameter of `stage` that other stages hold too.
+
+        Returns:
+            The parameter's name in the stage's module → the group's name.
+        """
+        return {
+            name: parameter.group
+            for parameter in self.shared
+            for holder, name in parameter.names
+            if holder == stage
+        }
+
     @classmethod
-    def chain(cls, num_outputs: tuple[int, ...]) -> "StageGraph":
+    def chain(cls, num_outputs: Sequence[int]) -> "StageGraph":
         """Make a chain in which stage k sends all its outputs to stage k + 1.
 
         Args:
             num_outputs: Number of outputs of each stage but the last.
         """
-        edges = tuple(
-            StageEdge(producer=stage, output=i, consumer=stage + 1, input=i)
-            for stage, count in enumerate(num_outputs)
-            for i in range(count)
-        )
-        return cls(num_stages=len(num_outputs) + 1, edges=edges)
+        sources: list[list[Source]] = [[]]
+        for stage, count in enumerate(num_outputs):
+            sources.append([(stage, i) for i in range(count)])
+        return cls.from_sources(sources)
 
     @classmethod
-    def from_split(cls, split: fx.GraphModule) -> "StageGraph":
-        """Read the graph from a module whose `call_module` nodes are the stages.
+    def from_sources(cls, sources: Sequence[Sequence[Source]]) -> "StageGraph":
+        """Make the graph of stages that say where their inputs come from.
+
+        Args:
+            sources: For each stage what `sources` returns for it.
 
         Raises:
-            PlanError: A later stage reads an input of the whole model, an earlier
-                stage makes an output of it, or a value skips a stage.
+            PlanError: The stages form no graph.
         """
-        nodes = [node for node in split.graph.nodes if node.op == "call_module"]
-        index = {node: stage for stage, node in enumerate(nodes)}
-        edges = []
-        for node, stage in index.items():
-            for position, value in enumerate(node.args):
-                source, output = _source(value)
-                if source in index:
-                    edge = StageEdge(
-                        producer=index[source],
-                        output=output,
-                        consumer=stage,
-                        input=position,
-                    )
-                    edges.append(edge)
-                elif stage > 0:
-                    raise PlanError(
-                        f"pipeline: stage {stage} reads the model's input "
-                        f"{value!s}: expected only stage 0 to read inputs. Pass the "
-                        "value through the earlier stages."
-                    )
-        _check_outputs(split, nodes[-1])
-        return cls(num_stages=len(nodes), edges=tuple(edges))
-
-
-def _source(value: Any) -> tuple[Any, int]:
-    """Return the node that makes `value` and the index of the output it is."""
-    if isinstance(value, fx.Node) and value.target is operator.getitem:
-        return value.args[0], int(value.args[1])  # type: ignore[arg-type]
-    return value, 0
-
-
-def _check_outputs(split: fx.GraphModule, last: fx.Node) -> None:
-    """Refuse models with an output that is not made by the last stage."""
-    output = next(node for node in split.graph.nodes if node.op == "output")
-    foreign = [n for n in output.all_input_nodes if _source(n)[0] is not last]
-    if foreign:
-        raise PlanError(
-            "pipeline: expected every output of the model to come from its last "
-            f"stage, got {', '.join(map(str, foreign))} from an earlier one. Return "
-            "it through the later stages or move the split points."
+        edges = tuple(
+            StageEdge(producer=stage, output=output or 0, consumer=consumer, input=i)
+            for consumer, inputs in enumerate(sources)
+            for i, (stage, output) in enumerate(inputs)
         )
+        bare = {stage for inputs in sources for stage, i in inputs if i is None}
+        stages = tuple(
+            Stage(name=f"stage_{i}", is_bare=i in bare) for i in range(len(sources))
+        )
+        return cls(stages=stages, edges=edges)
+
+    def _inputs(self, stage: int) -> list[StageEdge]:
+        edges = [edge for edge in self.edges if edge.consumer == stage]
+        return sorted(edges, key=lambda edge: edge.input)
+
+    def _gaps(self, stage: int) -> list[str]:
+        """List the inputs of a stage that are missing or given twice."""
+        found = [edge.input for edge in self._inputs(stage)]
+        if found == list(range(len(found))):
+            return []
+        return [
+            f"{stage} {self.stages[stage].name}: expected one edge for each input "
+            f"0..{len(found) - 1}, got edges for {found}. Give each input one source."
+        ]
+
+
+def check_connections(names: Sequence[str], pairs: Iterable[tuple[int, int]]) -> None:
+    """Refuse stages that do not form one graph from the first to the last.
+
+    Args:
+        names: The stages' names.
+        pairs: Producer and consumer of every edge.
+
+    Raises:
+        PlanError: Names all faults.
+    """
+    pairs = sorted(set(pairs))
+    faults = _direction_faults(len(names), pairs)
+    takers = {consumer for _, consumer in pairs}
+    givers = {producer for producer, _ in pairs}
+    for index, name in enumerate(names):
+        if index > 0 and index not in takers:
+            faults.append(
+                f"stage {index} ({name}) takes nothing: expected a value of an earlier "
+                "stage, got none. Move the split points so that it has an input."
+            )
+        if index < len(names) - 1 and index not in givers:
+            faults.append(
+                f"stage {index} ({name}) is used by none: expected a later stage that "
+                "takes a value of it, got none. Use its result or remove its mark."
+            )
+    if faults:
+        raise PlanError("\n".join(faults))
+
+
+def _direction_faults(num_stages: int, pairs: Sequence[tuple[int, int]]) -> list[str]:
+    faults = []
+    unknown = [p for p in pairs if not all(0 <= i < num_stages for i in p)]
+    if unknown:
+        faults.append(
+            f"stage graph: expected stages 0..{num_stages - 1}, got edges "
+            f"{_arrows(unknown)}. Correct the sources."
+        )
+    cycle = _cycle([pair for pair in pairs if pair not in unknown])
+    if cycle:
+        faults.append(
+            "stage graph: expected stages without a cycle, got "
+            f"{' -> '.join(map(str, cycle))}. Move the split points, or merge these "
+            "stages."
+        )
+    backward = [(p, c) for p, c in pairs if p >= c and (p, c) not in unknown]
+    if backward and not cycle:
+        faults.append(
+            "stage graph: expected each stage to take values of earlier ones only, "
+            f"got {_arrows(backward)}. Number the stages in the order of the data."
+        )
+    return faults
+
+
+def _cycle(pairs: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the stages of some cycle, its first one at both ends; empty if none."""
+    left = list(pairs)
+    while True:
+        givers = {producer for producer, _ in left}
+        kept = [(p, c) for p, c in left if c in givers]
+        if len(kept) == len(left):
+            break
+        left = kept
+    path: list[int] = [left[0][0]] if left else []
+    while path and path[-1] not in path[:-1]:
+        path.append(next(c for p, c in left if p == path[-1]))
+    return path[path.index(path[-1]) :] if path else []
+
+
+def _longest_path(pairs: Iterable[tuple[int, int]], end: int) -> int:
+    """Return the number of pairs on the longest path that leads to `end`."""
+    ends, length = {end}, -1
+    pairs = tuple(pairs)
+    while ends:
+        ends = {giver for giver, taker in pairs if taker in ends}
+        length += 1
+    return length
+
+
+def _arrows(pairs: Iterable[tuple[int, int]]) -> str:
+    return ", ".join(f"{producer} -> {consumer}" for producer, consumer in pairs)
+
+
+def _type_text(shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> str:
+    kind = "" if dtype is None else str(dtype).removeprefix("torch.")
+    return kind + ("" if shape is None else str(list(shape)))
+
+
+def _bytes_text(count: int) -> str:
+    return _scaled(count, 1024, _UNITS, " ")
+
+
+def _count_text(count: int) -> str:
+    return _scaled(count, 1000, _COUNTS, "")
+
+
+def _scaled(count: int, base: int, units: Sequence[str], gap: str) -> str:
+    """Write a number with three digits or more, in the largest unit that fits."""
+    power = 0
+    while power + 1 < len(units) and count >= base ** (power + 1):
+        power += 1
+    value = count / base**power
+    digits = 0 if power == 0 or value >= 100 else 1
+    return f"{value:.{digits}f}{gap}{units[power]}"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

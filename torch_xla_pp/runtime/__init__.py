@@ -5,9 +5,15 @@ from torch_xla_pp.runtime.manual_stage import PipelineStage
 from torch_xla_pp.runtime.orders import order_of
 from torch_xla_pp.runtime.schedule_table import ScheduleFromTable
 from torch_xla_pp.runtime.stage import XlaPipelineStage
-from torch_xla_pp.runtime.torch_compat import Pipe, move_factories_to, trace_and_split
+from torch_xla_pp.runtime.torch_compat import (
+    SPLIT_MARK,
+    Pipe,
+    move_factories_to,
+    trace_and_split,
+)
 
 __all__ = [
+    "SPLIT_MARK",
     "Pipe",
     "PipelineStage",
     "ScheduleFromTable",

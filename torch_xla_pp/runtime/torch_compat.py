@@ -1,15 +1,20 @@
 """The only place that touches private parts of torch.distributed.pipelining 2.9."""
 
+import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.pipelining import Pipe
-from torch.distributed.pipelining import pipeline as _upstream_pipeline
-from torch.distributed.pipelining._IR import _modify_graph_op_device
+from torch.distributed.pipelining import Pipe, SplitPoint
+from torch.distributed.pipelining._IR import (
+    MultiUseParameterConfig,
+    _modify_graph_op_device,
+    annotate_split_points,
+    aten_pipe_split_alias,
+)
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
@@ -21,6 +26,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch_xla_pp.graph import Template
 
 __all__ = [
+    "SPLIT_MARK",
     "Pipe",
     "ScheduleMulti",
     "StageBase",
@@ -48,6 +54,7 @@ __all__ = [
 StageBase = _PipelineStageBase
 Schedule = _PipelineSchedule
 ScheduleMulti = PipelineScheduleMulti
+SPLIT_MARK = aten_pipe_split_alias
 
 
 def calling_schedule() -> Schedule | None:
@@ -190,11 +197,49 @@ def end_microbatches(schedule: ScheduleMulti, losses: list[Any] | None) -> None:
     schedule._update_losses(schedule._stages, losses)  # type: ignore[no-untyped-call]
 
 
-def trace_and_split(*args: Any, **kwargs: Any) -> Pipe:
-    """Call upstream's `pipeline`, without its warnings on its own internals."""
-    with warnings.catch_warnings():
+def trace_and_split(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    split_spec: dict[str, SplitPoint],
+    policy: Callable[[fx.GraphModule], fx.GraphModule],
+) -> Pipe:
+    """Trace a model with upstream's tracer and cut it where `policy` puts marks.
+
+    As upstream's `pipeline`, but it takes both split points and a policy, undoes its
+    changes to `module`, and finds each parameter under the one name that the trace
+    has for it: among several names of a parameter upstream takes one by the order of
+    a set, which may be one that the stage lacks. Warnings of upstream on its own
+    internals are left out.
+    """
+    with warnings.catch_warnings(), _annotated(module, split_spec):
         warnings.simplefilter("ignore")
-        return _upstream_pipeline(*args, **kwargs)
+        program = Pipe._trace_with_export(module, args, kwargs)
+        pipe: Pipe = Pipe._from_traced(
+            program.module(check_guards=False),
+            program,
+            MultiUseParameterConfig.REPLICATE,
+            split_policy=policy,
+        )
+        return pipe
+
+
+@contextlib.contextmanager
+def _annotated(
+    module: torch.nn.Module, split_spec: dict[str, SplitPoint]
+) -> Iterator[None]:
+    """Let the submodules at split points leave marks when they are traced."""
+    submodules = [module.get_submodule(name) for name in split_spec]
+    before = [(sub, sub.__dict__.get("forward")) for sub in submodules]
+    annotate_split_points(module, split_spec)
+    try:
+        yield
+    finally:
+        for submodule, forward in before:
+            for name in ("forward", "_orig_forward"):
+                submodule.__dict__.pop(name, None)
+            if forward is not None:
+                submodule.forward = forward
 
 
 def move_factories_to(module: torch.nn.Module, device: torch.device) -> None:

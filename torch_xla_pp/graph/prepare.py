@@ -1,0 +1,236 @@
+"""Rewrite a traced graph so that cutting it at marks gives the stages that are meant.
+
+Afterwards the ops of a stage stand together, with one mark between two stages, and all
+that crosses from stage to stage is a tensor that an earlier stage returns:
+
+* the first stage takes all inputs of the model, in the model's order, and returns
+  those that later stages read;
+* the last stage takes and returns the outputs of the model that earlier ones make.
+
+Both are done with `carry` nodes, which do nothing and which `finish` takes out again.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx
+
+from torch_xla_pp.errors import PlanError
+from torch_xla_pp.graph.assign import (
+    assign_stages,
+    is_yielded,
+    place_of,
+)
+from torch_xla_pp.graph.marks import YIELD
+from torch_xla_pp.graph.mutation import Written, name_writes, written_memory
+from torch_xla_pp.graph.regions import check_bodies, flatten_vmaps, inline_contexts
+from torch_xla_pp.graph.signature import CallSpec
+from torch_xla_pp.graph.stage_graph import check_connections
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """Keep what `finish` must know about the model that was cut.
+
+    Args:
+        names: The stages' names.
+        call: How the model is called and what it returns.
+    """
+
+    names: tuple[str, ...]
+    call: CallSpec
+
+
+def carry(value: T) -> T:
+    """Stand for a value on its way through a stage."""
+    return value
+
+
+def prepare(traced: fx.GraphModule, split_mark: Any) -> Prepared:
+    """Rewrite a traced model, in place, for the cut into stages.
+
+    Args:
+        traced: The model, as exported for training.
+        split_mark: Target of the nodes at which it will be cut; those that are there
+            count as position marks.
+
+    Raises:
+        PlanError: The model cannot be cut as its marks and yields say.
+    """
+    graph = traced.graph
+    call = CallSpec.of(graph)
+    _merge_attributes(graph)
+    inline_contexts(traced)
+    check_bodies(traced, (YIELD, split_mark))
+    flatten_vmaps(traced, (YIELD, split_mark))
+    name_writes(graph)
+    written = written_memory(graph, (YIELD, split_mark))
+    assignment = assign_stages(graph, split_mark, written)
+    _check_written(written, assignment.stages)
+    stages = dict(assignment.stages)
+    stages |= _separate_written(graph, written, stages)
+    _erase_marks(graph, split_mark)
+    stages |= _carry_inputs(graph, stages)
+    stages |= _carry_outputs(graph, stages, len(assignment.names) - 1)
+    _check_values(stages)
+    check_connections(assignment.names, _pairs(stages))
+    _reorder(graph, stages, split_mark)
+    graph.lint()  # type: ignore[no-untyped-call]
+    traced.recompile()
+    return Prepared(names=assignment.names, call=call)
+
+
+def _merge_attributes(graph: fx.Graph) -> None:
+    """Let each parameter and buffer have one node."""
+    first: dict[object, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and first.setdefault(node.target, node) is not node:
+            node.replace_all_uses_with(first[node.target])
+            graph.erase_node(node)
+
+
+def _check_written(written: Sequence[Written], stages: Mapping[fx.Node, int]) -> None:
+    """Refuse memory that is written in one stage and used in another.
+
+    The other would miss the write.
+    """
+    faults = []
+    for memory in written:
+        ops = [*memory.bound, *_stale_readers(memory, stages)]
+        places = {stages[op]: op for op in ops}
+        if len(places) > 1:
+            uses = [f"stage {s} at {place_of(op)}" for s, op in sorted(places.items())]
+            kind = "buffer" if memory.is_buffer else "tensor"
+            name = memory.root.target if memory.is_buffer else place_of(memory.root)
+            faults.append(
+                f"pipeline: expected the {kind} {name}, which is written in place, to "
+                f"be used by one stage, got {'; '.join(uses)}: stages that depend on "
+                "each other in a cycle. Move the split points so that all its uses "
+                "are in one stage, or write to a copy."
+            )
+    if faults:
+        raise PlanError("\n".join(faults))
+
+
+def _stale_readers(memory: Written, stages: Mapping[fx.Node, int]) -> Iterator[fx.Node]:
+    """Yield those readers that would get a value without the writes."""
+    stage = stages[memory.accesses[-1]]
+    is_sent_written = stages.get(memory.root) == stage
+    for op in memory.readers:
+        if stages[op] < stage or (stages[op] > stage and not is_sent_written):
+            yield op
+
+
+def _separate_written(
+    graph: fx.Graph, written: Sequence[Written], stages: Mapping[fx.Node, int]
+) -> dict[fx.Node, int]:
+    """Let a stage that writes into what it received write into a copy."""
+    copies = {}
+    for memory in written:
+        first = memory.accesses[0]
+        if memory.is_buffer or stages.get(memory.root) == stages[first]:
+            continue
+        with graph.inserting_before(first):
+            copy = graph.call_function(torch.ops.aten.clone.default, (memory.root,))
+        copy.meta = dict(first.meta) | {"val": memory.root.meta.get("val")}
+        copies[copy] = stages[first]
+        for op in memory.accesses + memory.readers:
+            op.replace_input_with(memory.root, copy)
+    return copies
+
+
+def _erase_marks(graph: fx.Graph, split_mark: Any) -> None:
+    """Replace what yields return by what they take, and drop all marks."""
+    for node in list(graph.nodes):
+        if is_yielded(node):
+            source, index = node.args
+            node.replace_all_uses_with(source.args[0][index])
+            graph.erase_node(node)
+    for node in list(graph.nodes):
+        if node.target in (YIELD, split_mark):
+            graph.erase_node(node)
+
+
+def _carry_inputs(graph: fx.Graph, stages: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """Let the first stage take all inputs and later stages take them from it."""
+    first = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
+    carried = {}
+    for node in [n for n in graph.nodes if n.op == "placeholder"]:
+        copy = _carried(graph, node, first)
+        for user in list(node.users):
+            if user is not copy and stages.get(user, 1) > 0:
+                user.replace_input_with(node, copy)
+        carried[copy] = 0
+    return carried
+
+
+def _carry_outputs(
+    graph: fx.Graph, stages: Mapping[fx.Node, int], last: int
+) -> dict[fx.Node, int]:
+    """Let the last stage return what earlier stages and the model itself hold."""
+    output = _output_of(graph)
+    carried = {}
+    for node in output.all_input_nodes:
+        if stages.get(node) != last:
+            copy = _carried(graph, node, output)
+            output.replace_input_with(node, copy)
+            carried[copy] = last
+    return carried
+
+
+def _carried(graph: fx.Graph, node: fx.Node, before: fx.Node) -> fx.Node:
+    """Make a node that carries a value, as part of no submodule."""
+    with graph.inserting_before(before):
+        copy = graph.create_node("call_function", carry, (node,), name=node.name)
+    copy.meta["val"] = node.meta.get("val")
+    stacks = (n.meta.get("nn_module_stack") for n in graph.nodes)
+    if stack := next(filter(None, stacks), None):
+        copy.meta["nn_module_stack"] = dict(list(stack.items())[:1])
+    return copy
+
+
+def _check_values(stages: Mapping[fx.Node, int]) -> None:
+    """Refuse values other than tensors between stages."""
+    faults = []
+    for node, stage in stages.items():
+        users = [u for u in node.users if stages.get(u, stage) != stage]
+        value = node.meta.get("val")
+        if users and not isinstance(value, Tensor):
+            faults.append(
+                f"pipeline: {place_of(node)} of stage {stage} is read by stage "
+                f"{stages[users[0]]} at {place_of(users[0])}: expected a tensor, got "
+                f"{type(value).__name__}, which cannot cross between stages. Make it "
+                "a tensor, compute it in both stages, or move the split points."
+            )
+    if faults:
+        raise PlanError("\n".join(faults))
+
+
+def _pairs(stages: Mapping[fx.Node, int]) -> Iterator[tuple[int, int]]:
+    """Yield for each value that crosses its producing and its consuming stage."""
+    for node, stage in stages.items():
+        for user in node.users:
+            if stages.get(user, stage) != stage:
+                yield stage, stages[user]
+
+
+def _reorder(graph: fx.Graph, stages: Mapping[fx.Node, int], split_mark: Any) -> None:
+    """Put the ops of each stage together, and marks between the stages."""
+    output = _output_of(graph)
+    before = 0
+    ops = [node for node in graph.nodes if node in stages]
+    for node in sorted(ops, key=lambda op: stages[op]):
+        if stages[node] != before:
+            with graph.inserting_before(output):
+                graph.call_function(split_mark)
+            before = stages[node]
+        output.prepend(node)
+
+
+def _output_of(graph: fx.Graph) -> fx.Node:
+    (output,) = graph.find_nodes(op="output")
+    return output  # type: ignore[no-any-return]

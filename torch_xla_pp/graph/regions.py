@@ -1,0 +1,195 @@
+"""Parts of a traced graph that hold ops apart: bodies of control flow, and vmap.
+
+Only the top level of a graph can be cut into stages.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import predispatch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from torch_xla_pp.errors import PlanError
+
+_SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+_ENTER = predispatch._vmap_increment_nesting
+_LEAVE = predispatch._vmap_decrement_nesting
+_LOAD = predispatch.lazy_load_decompositions
+
+
+def inline_contexts(traced: fx.GraphModule) -> None:
+    """Put the ops of `torch.no_grad` and disabled autocast blocks into the graph.
+
+    An exported graph keeps such a block as a body of an operator. Without gradients is
+    the same as detached; autocast that is disabled for the host, where the model was
+    traced, means nothing on the XLA device. Blocks that hold others are left alone.
+    """
+    for node in list(traced.graph.nodes):
+        is_no_grad = node.target is _SET_GRAD and node.args[0] is False
+        is_no_autocast = node.target is _AUTOCAST and node.args[2] is False
+        if is_no_grad:
+            _inline_body(traced, node, 1, detaches=True)
+        elif is_no_autocast and node.args[0] != "xla":
+            _inline_body(traced, node, 4, detaches=False)
+    traced.graph.lint()  # type: ignore[no-untyped-call]
+
+
+def _inline_body(
+    traced: fx.GraphModule, node: fx.Node, at: int, *, detaches: bool
+) -> None:
+    """Replace the call of a body by the body's ops; argument `at` names the body."""
+    (name, *inputs) = [x for x in node.args[at:] if isinstance(x, fx.Node)]
+    body = _attribute(traced, str(name.target))
+    inline_contexts(body)
+    if body.graph.find_nodes(op="get_attr"):
+        return
+    results = _inline(traced, body, node, inputs)
+    if detaches:
+        results = [r if r in inputs else _detached(r, node) for r in results]
+    for user in list(node.users):
+        user.replace_all_uses_with(results[int(str(user.args[1]))])
+        traced.graph.erase_node(user)
+    traced.graph.erase_node(node)
+    if not name.users:
+        traced.graph.erase_node(name)
+
+
+def _detached(value: fx.Node, before: fx.Node) -> fx.Node:
+    with value.graph.inserting_before(before):
+        result = value.graph.call_function(torch.ops.aten.detach.default, (value,))
+    result.meta = dict(value.meta)
+    return result
+
+
+def check_bodies(traced: fx.GraphModule, marks: Sequence[Any]) -> None:
+    """Refuse operators with bodies, such as `torch.cond`, above all with marks inside.
+
+    Raises:
+        PlanError: Names them all.
+    """
+    faults = []
+    for node in traced.graph.nodes:
+        bodies = _bodies(traced, node)
+        if any(_holds(body, marks) for body in bodies):
+            faults.append(
+                "pipeline: expected split marks and pipeline_yield at the top level of "
+                f"the model's forward, got one inside a branch or body of {node.name}"
+                f" ({node.target}). A branch cannot be cut into stages: mark the "
+                "stage before or after it."
+            )
+        elif bodies:
+            faults.append(
+                f"pipeline: {node.name} ({node.target}) is control flow: expected "
+                "operations on tensors only, which is what torch's pipelining can "
+                "split. Write it with torch.where, or make the stages by hand."
+            )
+    if faults:
+        raise PlanError("\n".join(faults))
+
+
+def _bodies(traced: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
+    if node.op != "call_function":
+        return []
+    names = [str(x.target) for x in node.all_input_nodes if x.op == "get_attr"]
+    found = [_attribute(traced, name) for name in names]
+    return [body for body in found if isinstance(body, fx.GraphModule)]
+
+
+def _attribute(module: Any, name: str) -> Any:
+    for part in name.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def _holds(body: fx.GraphModule, marks: Sequence[Any]) -> bool:
+    """Return whether a body or a body within it has marks."""
+    graphs = [sub.graph for sub in body.modules() if isinstance(sub, fx.GraphModule)]
+    return any(node.target in marks for graph in graphs for node in graph.nodes)
+
+
+def flatten_vmaps(traced: fx.GraphModule, marks: Sequence[Any]) -> None:
+    """Replace vmapped ops by ops on whole batches, where marks may come between.
+
+    An exported graph keeps `torch.vmap` as a region of ops on single elements, which
+    has to stay in one piece. A region is left alone if it would.
+    """
+    graph = traced.graph
+    yields, _split_mark = marks
+    has_yields = any(node.target is yields for node in graph.nodes)
+    for region in _vmap_regions(graph):
+        if has_yields or any(node.target in marks for node in region):
+            _flatten(traced, region)
+            graph.lint()  # type: ignore[no-untyped-call]
+
+
+def _vmap_regions(graph: fx.Graph) -> list[list[fx.Node]]:
+    """Return the nodes of each outermost vmap, with those that begin and end it."""
+    regions: list[list[fx.Node]] = []
+    depth = 0
+    for node in graph.nodes:
+        if node.target is _ENTER:
+            if depth == 0:
+                regions.append([])
+            depth += 1
+        if depth:
+            regions[-1].append(node)
+        if node.target is _LEAVE:
+            depth -= 1
+    return regions
+
+
+def _flatten(traced: fx.GraphModule, region: Sequence[fx.Node]) -> None:
+    graph = traced.graph
+    inside = set(region)
+    inputs = list(
+        dict.fromkeys(x for n in region for x in n.all_input_nodes if x not in inside)
+    )
+    outputs = [n for n in region if any(u not in inside for u in n.users)]
+    body = _body_of(traced, region, inputs, outputs)
+    flat = make_fx(body)(*(node.meta["val"] for node in inputs))
+    results = _inline(traced, flat, region[0], inputs)
+    for node, result in zip(outputs, results, strict=True):
+        node.replace_all_uses_with(result)
+    for node in reversed(region):
+        graph.erase_node(node)
+
+
+def _body_of(
+    traced: fx.GraphModule,
+    region: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+) -> fx.GraphModule:
+    """Return a module of a region's ops."""
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(node.name) for node in inputs}
+    graph.call_function(_LOAD)
+    for node in region:
+        copies[node] = graph.node_copy(node, lambda x: copies[x])
+    graph.output([copies[node] for node in outputs])
+    return fx.GraphModule(traced, graph)
+
+
+def _inline(
+    traced: fx.GraphModule,
+    body: fx.GraphModule,
+    place: fx.Node,
+    inputs: Sequence[fx.Node],
+) -> list[fx.Node]:
+    """Copy the ops of a body to before `place`; return its results."""
+    given = iter(inputs)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = next(given)
+        elif node.op not in ("output", "get_attr"):
+            with traced.graph.inserting_before(place):
+                copies[node] = traced.graph.node_copy(node, lambda x: copies[x])
+            for key in ("nn_module_stack", "stack_trace"):
+                if key not in node.meta and key in place.meta:
+                    copies[node].meta[key] = place.meta[key]
+    (output,) = body.graph.find_nodes(op="output")
+    return [copies[x] for x in output.args[0]]
