@@ -322,4 +322,7 @@ def test_a_cycle_through_a_buffer() -> None:
         net.count.copy_(second.sum(0))
         return second
 
-    refused(run, "stages without a cycle, got .* after yield number 0")
+    refused(
+        run,
+        r"cycle, got linear_1 .* needs yield number 0 and .* in place: count\.",
+    )

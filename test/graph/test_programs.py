@@ -78,7 +78,7 @@ def programs() -> st.SearchStrategy[Program]:
 
 
 @settings(
-    max_examples=15,
+    max_examples=10,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],

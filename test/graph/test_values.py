@@ -79,6 +79,18 @@ def test_items_of_a_list_are_taken_where_it_is_made() -> None:
     assert len(split(run).stage_graph.sources(1)) == 2
 
 
+def test_constants_are_computed_where_they_are_used() -> None:
+    def run(net: Net, x: Tensor) -> Tensor:
+        mask = torch.ones(4, 4).tril() * torch.tensor([1.0, 2, 3, 4]) + net.count
+        noise = torch.rand(4) * 0
+        for layer in net.layers[:3]:
+            x = layer(x) @ mask + noise
+        return x
+
+    graph = split(run, split_spec=CUT).stage_graph
+    assert [e.shape for e in graph.edges if e.consumer == 2] == [(3, 4), (4,)]
+
+
 def test_inputs_of_later_stages_come_through_the_first() -> None:
     def run(
         net: Net, x: Tensor, unused: Any, mask: Any = None, more: Any = None

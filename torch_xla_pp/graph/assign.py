@@ -54,7 +54,7 @@ def assign_stages(
     groups = _groups(graph, ops, yields)
     if yields:
         _pull_together(ops, groups, written)
-        _check_order(ops, groups, yields, names)
+        _check_order(ops, groups, yields, names, written)
         _check_groups(groups, names)
     keys = _cut(graph, ops, groups, yields, marks)
     _keep_items(ops, keys)
@@ -173,6 +173,7 @@ def _check_order(
     groups: Mapping[fx.Node, int],
     yields: Sequence[fx.Node],
     names: Sequence[str],
+    written: Sequence[Written],
 ) -> None:
     """Refuse a group that would need the result of the yield that ends it."""
     index = {node: i for i, node in enumerate(yields)}
@@ -180,12 +181,13 @@ def _check_order(
         for operand in op.all_input_nodes:
             source = operand.args[0] if is_yielded(operand) else None
             if isinstance(source, fx.Node) and index[source] >= groups[op]:
+                tied = [m for m in written if groups[m.accesses[0]] == groups[op]]
                 raise PlanError(
                     "pipeline: expected stages without a cycle, got "
-                    f"{place_of(op)} after {_title(index[source], names)}, which "
-                    "writes into memory that earlier stages use, so that they depend "
-                    "on each other. Keep all uses of a tensor that is written in "
-                    "place on one side of the yield."
+                    f"{place_of(op)}, which needs {_title(index[source], names)} and "
+                    "is needed before it, for the sake of what is written in place: "
+                    f"{', '.join(str(m.root.target) for m in tied)}. Keep all uses of "
+                    "a tensor that is written in place on one side of the yield."
                 )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 _logger = logging.getLogger(__name__)
 
@@ -39,12 +39,23 @@ def forward_flops(traced: fx.GraphModule) -> int | None:
         name: mode.from_tensor(value) for name, value in held.items()
     }
     try:
-        with torch.no_grad(), mode, FlopCounterMode(display=False) as counter:
+        with torch.no_grad(), mode, _counter() as counter:
             torch.func.functional_call(module, state, _examples(traced))
     except Exception as error:
         _logger.debug("the FLOPs of a stage are unknown: %s", error)
         return None
     return int(counter.get_total_flops())
+
+
+def _counter() -> FlopCounterMode:
+    """Return a counter that knows attention on the host, where models are traced."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def count(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        flops: int = sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
+        return flops
+
+    return FlopCounterMode(display=False, custom_mapping={attention: count})
 
 
 def _examples(traced: fx.GraphModule) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ from torch_xla_pp.graph.assign import (
     is_yielded,
     place_of,
 )
+from torch_xla_pp.graph.constants import copy_constants
 from torch_xla_pp.graph.marks import YIELD
 from torch_xla_pp.graph.mutation import Written, name_writes, written_memory
 from torch_xla_pp.graph.regions import check_bodies, flatten_vmaps, inline_contexts
@@ -76,6 +77,8 @@ def prepare(traced: fx.GraphModule, split_mark: Any) -> Prepared:
     _erase_marks(graph, split_mark)
     stages |= _carry_inputs(graph, stages)
     stages |= _carry_outputs(graph, stages, len(assignment.names) - 1)
+    stages |= copy_constants(traced, written, stages)
+    stages = {node: stages[node] for node in graph.nodes if node in stages}
     _check_values(stages)
     check_connections(assignment.names, _pairs(stages))
     _reorder(graph, stages, split_mark)
