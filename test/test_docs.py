@@ -23,6 +23,18 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
     assert "output (16, 16)" in printed
 
 
+def test_the_page_on_stage_graphs_runs(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "stage-graphs.md"
+    script = tmp_path / "graphs.py"
+    script.write_text(python_blocks(page))
+    printed = torchrun(script, ranks=2, devices=1)
+    losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", printed)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+    (shown,) = re.findall(r"```text\n(.*?)```", page.read_text(), re.DOTALL)
+    assert all(line in printed for line in shown.splitlines())
+
+
 def test_links_in_the_pages_lead_somewhere() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
     for page in pages:
