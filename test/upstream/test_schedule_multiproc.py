@@ -51,7 +51,8 @@ def chains_forwards() -> None:
     """The output becomes the next input, 20 times."""
     rank, last, model = dist.get_rank(), RANKS - 1, Stack(RANKS)
     x = torch.randn(ROWS, WIDTH)
-    expected, count = x.clone(), 2 * RANKS
+    expected, count = x, 2 * RANKS
+    x = x.to(xpp.device())
     stage = trace(model, count)
     schedule = _ScheduleForwardOnly(stage, count, scale_grads=False)
     for _ in range(20):
