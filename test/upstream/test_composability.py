@@ -202,7 +202,9 @@ def saves_full_names(folder: str) -> list[str]:
 def test_a_checkpoint_has_the_names_of_the_whole_model(
     worlds: Worlds, tmp_path: Path
 ) -> None:
-    names = worlds.run(saves_full_names, ranks=RANKS, args=(str(tmp_path / "saved"),))
+    names = worlds.run(
+        saves_full_names, ranks=RANKS, devices=2, args=(str(tmp_path / "saved"),)
+    )
     dcp_to_torch_save(tmp_path / "saved", tmp_path / "whole.pt")
     saved = torch.load(tmp_path / "whole.pt", weights_only=False)["app"]["model"]
     assert {name for of_rank in names for name in of_rank} == set(saved)
