@@ -30,10 +30,12 @@ pytestmark = pytest.mark.worlds
 RANKS, COUNT = 2, 4
 
 
-def output_of(stage: Any, x: Tensor, **kwargs: Tensor) -> Tensor | None:
-    """Run one step without a loss."""
+def outputs_of(stage: Any, *batches: Tensor, **kwargs: Tensor) -> Tensor | None:
+    """Run a step without a loss for each batch; return the last output."""
     schedule = ScheduleGPipe(stage, COUNT)
-    return schedule.step(x, **kwargs) if stage.is_first else schedule.step()
+    for x in batches:
+        output = schedule.step(x, **kwargs) if stage.is_first else schedule.step()
+    return output
 
 
 def keeps_outputs_and_names(make: Callable[[], nn.Module], *names: str) -> None:
@@ -44,7 +46,7 @@ def keeps_outputs_and_names(make: Callable[[], nn.Module], *names: str) -> None:
     with torch.no_grad():
         expected = model(x, **kwargs)
     stage = trace(model, COUNT, **kwargs)
-    output = output_of(stage, x, **kwargs)
+    output = outputs_of(stage, x, **kwargs)
     if stage.is_last:
         torch.testing.assert_close(output.cpu(), expected, atol=1e-3, rtol=5e-2)
     assert set(stage.submod.state_dict()) <= known
@@ -55,7 +57,7 @@ def runs_by_hand() -> None:
     with torch.no_grad():
         expected = model(x)
     (stage,) = build(model, [dist.get_rank()])
-    output = output_of(stage, x)
+    output = outputs_of(stage, x)
     if stage.is_last:
         torch.testing.assert_close(output.cpu(), expected)
 
@@ -125,9 +127,7 @@ def wrong(what: str, is_declared: bool) -> None:
     examples = {"input_args": example, "output_args": example} if is_declared else {}
     module = Changing(what if rank == 0 else "")
     stage = xpp.PipelineStage(module, rank, RANKS, xpp.device(), **examples)
-    if what in bad:
-        output_of(stage, good)
-    output_of(stage, bad.get(what, good))
+    outputs_of(stage, *([good, bad[what]] if what in bad else [good]))
 
 
 @pytest.mark.parametrize(
