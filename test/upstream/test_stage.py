@@ -130,6 +130,9 @@ def wrong(what: str, is_declared: bool) -> None:
     outputs_of(stage, *([good, bad[what]] if what in bad else [good]))
 
 
+WRONG = ("rows", "int32", "flatten", "bfloat16")
+
+
 @pytest.mark.parametrize(
     ("what", "is_declared", "expected"),
     [
@@ -140,6 +143,7 @@ def wrong(what: str, is_declared: bool) -> None:
         ("flatten", True, r"expected outputs float32\[4, 16\], got float32\[64\]"),
         ("bfloat16", True, r"expected outputs float32\[4, 16\], got bfloat16\[4, 16\]"),
     ],
+    ids=["rows", "flatten", *(f"stated-{what}" for what in WRONG)],
 )
 def test_shapes_and_dtypes_that_do_not_fit(
     worlds: Worlds, what: str, is_declared: bool, expected: str
