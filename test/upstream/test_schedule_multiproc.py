@@ -269,6 +269,12 @@ class FromLowered(_PipelineScheduleRuntime):
         self._prepare_schedule_with_comms(parsed(orders), format=form)
 
 
+def table_of(orders: Orders) -> xpp.Schedule:
+    """Read actions as a value."""
+    cells = [row.replace(".", "").split() for row in orders.values()]
+    return xpp.Schedule.from_cells(cells)
+
+
 def indices_in(orders: Orders) -> list[int]:
     """Return the stages of this rank."""
     actions = parsed(orders)[dist.get_rank()]
@@ -279,11 +285,12 @@ def follows_a_table(orders: Orders, num_stages: int, count: int, form: str) -> N
     model = Stack(num_stages)
     expected = train_unsplit(model)
     stages = build(model, indices_in(orders))
-    schedule = (
-        FromLowered(stages, count, orders, form)
-        if form
-        else FromTable(stages, count, orders)
-    )
+    if form == "own":
+        schedule = xpp.ScheduleFromTable(stages, table_of(orders), **SUMMED)
+    elif form:
+        schedule = FromLowered(stages, count, orders, form)
+    else:
+        schedule = FromTable(stages, count, orders)
     with nothing_leaks():
         output, losses = train(schedule, stages, expected)
     dist.barrier()
@@ -336,6 +343,10 @@ CASES = {
     "non_symmetric-Unbalanced": (follows_a_table, (UNBALANCED_ORDER, 5, 1, "")),
     "runtime_custom_sched": (follows_a_table, (REORDERED, 2, 2, "compute_comms")),
     "native_zero_bubble": (sums_gradients_over_steps, ()),
+    "own-VShaped": (follows_a_table, (V_ORDER, 4, 1, "own")),
+    "own-Unbalanced": (follows_a_table, (UNBALANCED_ORDER, 5, 1, "own")),
+    "own-ReorderedB": (follows_a_table, (REORDERED, 2, 2, "own")),
+    "own-lowered_v": (follows_a_table, (LOWERED_V, 4, 2, "own")),
     "lowered_v": (follows_a_table, (LOWERED_V, 4, 2, "compute_only")),
 }
 
