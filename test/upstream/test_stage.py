@@ -162,3 +162,42 @@ def weights_first() -> None:
 def test_gradients_of_weights_need_a_backward_before(worlds: Worlds) -> None:
     for text in raised(worlds, weights_first):
         assert re.match(r"PipelineError: stage \d: expected a (schedule|forward)", text)
+
+
+def clears_between_steps() -> list[int]:
+    dist.init_process_group("xla_pp")
+    (stage,) = build(Stack(RANKS), [dist.get_rank()])
+    outputs_of(stage, torch.randn(ROWS, WIDTH))
+    before = len(stage.output_chunks)
+    stage.clear_runtime_states()
+    return [before, len(stage.output_chunks)]
+
+
+def test_a_stage_may_be_cleared_after_a_step(worlds: Worlds) -> None:
+    assert worlds.run(clears_between_steps, ranks=RANKS) == [[0, 0], [COUNT, 0]]
+
+
+def hooked(what: str) -> None:
+    dist.init_process_group("xla_pp")
+    rank, x = dist.get_rank(), torch.randn(ROWS, WIDTH)
+    example, module = x.chunk(COUNT)[0], nn.Linear(WIDTH, WIDTH)
+    stage = xpp.PipelineStage(
+        module, rank, RANKS, xpp.device(), input_args=example, output_args=example
+    )
+    schedule = ScheduleGPipe(stage, COUNT)
+    for step in range(2):
+        if step == 1 and rank == 0:
+            module.register_forward_hook(CHANGES[what])
+        schedule.step(x) if stage.is_first else schedule.step()
+
+
+CHANGES = {
+    "flatten": lambda module, inputs, output: output.flatten(),
+    "bfloat16": lambda module, inputs, output: output.to(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_hook_that_changes_shape_or_dtype(worlds: Worlds, what: str) -> None:
+    for text in raised(worlds, hooked, what):
+        assert re.match(r"StageShapeError: stage 0: expected outputs", text), text
