@@ -74,15 +74,23 @@ class Mode(NamedTuple):
     Attributes:
         training: Whether the module is in training mode.
         autocast: The dtype of autocast, None where it is off.
+        hooks: The forward hooks of the module and of what is in it.
     """
 
     training: bool
     autocast: torch.dtype | None
+    hooks: tuple[Any, ...]
 
     @classmethod
     def of(cls, module: nn.Module) -> "Mode":
         """Return the present mode."""
-        return cls(module.training, autocast_dtype())
+        hooks = tuple(
+            hook
+            for submodule in module.modules()
+            for known in (submodule._forward_pre_hooks, submodule._forward_hooks)
+            for hook in known.values()
+        )
+        return cls(module.training, autocast_dtype(), hooks)
 
 
 def autocast_dtype() -> torch.dtype | None:
@@ -156,14 +164,16 @@ class StagePlan:
 
     def variant(
         self,
+        mode: Mode,
         module: nn.Module,
         placement: Placement,
         state: ModuleState,
         link: Callable[[tuple[TensorSpec, ...], Template], Links],
     ) -> Variant:
-        """Return what the module is in its present mode, traced when new.
+        """Return what the module is in a mode, traced when new.
 
         Args:
+            mode: The mode, in which the module is now.
             module: The stage's module.
             placement: How its values lie on the devices.
             state: Its parameters and buffers.
@@ -173,7 +183,6 @@ class StagePlan:
             StageShapeError: The module cannot run on the inputs, or its outputs are
                 not what was declared.
         """
-        mode = Mode.of(module)
         if mode not in self._variants:
             joint = self._export(module)
             outputs = tuple(

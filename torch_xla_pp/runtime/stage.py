@@ -146,6 +146,7 @@ class XlaPipelineStage(SilentStage):
         self._drives: WeakKeyDictionary[Schedule, _Drive] = WeakKeyDictionary()
         self._schedule: Schedule | None = None
         self._current: StagePlan | None = None
+        self._mode = Mode.of(submodule)
         self._shelf = Shelf()
         self._leaves: dict[int, list[Tensor]] = {}
         self._last_forward = 0
@@ -172,21 +173,18 @@ class XlaPipelineStage(SilentStage):
     # Called by a schedule at the start of every step.
 
     def clear_runtime_states(self) -> None:
-        """Start a step: bring parameters onto the device, drop leftovers."""
+        """Start a step: bring parameters onto the device, drop leftovers.
+
+        Called from elsewhere than a schedule, it only drops.
+        """
         schedule = calling_schedule()
         if schedule is None:
-            raise PipelineError(
-                f"stage {self.stage_index}: expected to be driven by a schedule of "
-                "torch.distributed.pipelining, got a call from elsewhere. Call the "
-                "schedule's step or eval."
-            )
+            self._drop_leftovers()
+            return
         self._schedule = schedule
         self._pg.rendezvous.check()
         with self._reporting():
-            self._shelf.clear()
-            self._leaves.clear()
-            self.output_chunks.clear()
-            self._exchange.forget(self.stage_index)
+            self._drop_leftovers()
             self._num_done = 0
             self._num_steps += 1
             self._current = None
@@ -194,6 +192,12 @@ class XlaPipelineStage(SilentStage):
                 self._drives[schedule].kinds.begin_step()
             self._exchange.settle()
             self._state.begin_step()
+
+    def _drop_leftovers(self) -> None:
+        self._shelf.clear()
+        self._leaves.clear()
+        self.output_chunks.clear()
+        self._exchange.forget(self.stage_index)
 
     # Called by a schedule before its first step.
 
@@ -299,42 +303,55 @@ class XlaPipelineStage(SilentStage):
         """Find the plans of this rank's stages for a step, at its first forward.
 
         All stages of a rank do so at once and in their order, whichever runs first: a
-        stage waits for what earlier ones offer.
+        stage waits for what earlier ones offer. Nothing of a new kind is run before
+        all ranks have their plans.
         """
         stages = sorted(local_stages(self._driver()), key=lambda x: x.stage_index)
-        plans = []
-        for stage in stages:
-            first_args = args if stage is stages[0] else ()
-            stage._current = stage._plan_of_step(first_args, kwargs)
-            plans.append(stage._current)
+        drive = self._drives[self._driver()]
+        first_args = [args, *[()] * (len(stages) - 1)]
+        plans = [
+            stage._plan_of_step(own, kwargs)
+            for stage, own in zip(stages, first_args, strict=True)
+        ]
         _check_kwargs(kwargs, plans)
+        number = drive.kinds.current()
+        if number not in drive.plans:
+            self._pg.rendezvous.exchange("ready", None)
+        for stage, plan in zip(stages, plans, strict=True):
+            stage._follow(number, plan)
 
     def _plan_of_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StagePlan:
         """Return the plan for this step; a new kind of step makes a new one."""
         drive = self._drives[self._driver()]
         if drive.loss is not None:
             drive.loss.begin_step()
+        self._mode = Mode.of(self.submod)
         if self.is_first:
             signature, _ = Signature.of(args, kwargs)
-            number = drive.kinds.announce((signature, Mode.of(self.submod)))
-        else:
-            number = drive.kinds.current()
-        if number not in drive.plans:
-            key = f"{drive.kinds.key}/{number}"
-            drive.plans[number] = self._agree(key, args, kwargs)
-            if len(drive.plans) > _MANY_PLANS:
-                _logger.warning(
-                    "stage %d: programs for %d kinds of steps (shapes, other arguments,"
-                    " training mode, autocast) are compiled and kept. Each new one "
-                    "costs a compilation: pad batches to few shapes.",
-                    self.stage_index,
-                    len(drive.plans),
-                )
-        plan = drive.plans[number]
+            drive.kinds.announce((signature, self._mode))
+        number = drive.kinds.current()
+        if number in drive.plans:
+            return drive.plans[number]
+        return self._agree(f"{drive.kinds.key}/{number}", args, kwargs)
+
+    def _follow(self, number: int, plan: StagePlan) -> None:
+        """Take up the plan for a kind of step."""
+        drive = self._drives[self._driver()]
+        self._current = plan
         if self.is_last and not drive.is_merge_given:
             output = self._variant(plan).programs.output_template
             merge_outputs_as(self._driver(), output)
-        return plan
+        if number in drive.plans:
+            return
+        drive.plans[number] = plan
+        if len(drive.plans) > _MANY_PLANS:
+            _logger.warning(
+                "stage %d: programs for %d kinds of steps (shapes, other arguments, "
+                "training mode, autocast, hooks) are compiled and kept. Each new one "
+                "costs a compilation: pad batches to few shapes.",
+                self.stage_index,
+                len(drive.plans),
+            )
 
     def _agree(
         self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -427,7 +444,7 @@ class XlaPipelineStage(SilentStage):
             ends = Ends(me, plan.values, plan.received, outputs, fans)
             return Links(ends, self._exchange, self._placement)
 
-        return plan.variant(self.submod, self._placement, self._state, link)
+        return plan.variant(self._mode, self.submod, self._placement, self._state, link)
 
     # Actions.
 
@@ -652,7 +669,8 @@ class XlaPipelineStage(SilentStage):
             with self._pg.rendezvous.reporting():
                 yield
         except BaseException:
-            for stage in local_stages(self._driver()):
+            schedule = self._schedule
+            for stage in [self] if schedule is None else local_stages(schedule):
                 stage._state.roll_back()
             raise
 
