@@ -74,7 +74,8 @@ def split(run: Callable[..., Any] | nn.Module, *args: Any, **options: Any) -> xp
 def _check_grads(pipe: xpp.Pipe, got: Any, whole: nn.Module, expected: Any) -> None:
     for result in (got, expected):
         leaves = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
-        sum(x.square().sum() for x in leaves if x.requires_grad).backward()
+        start = torch.zeros((), requires_grad=True)
+        sum((x.square().sum() for x in leaves if x.requires_grad), start).backward()
     sums: dict[str, Tensor] = {}
     for stage in range(pipe.num_stages):
         groups = pipe.stage_graph.shared_of(stage)

@@ -177,6 +177,10 @@ def test_a_model_of_one_stage() -> None:
     assert (graph.num_stages, graph.edges, graph.sources(0)) == (1, (), ())
 
 
+def test_a_model_that_computes_nothing_is_one_stage() -> None:
+    assert split(lambda net, x: {"x": x, "n": None}).num_stages == 1
+
+
 def test_a_split_leaves_the_model_as_it_was() -> None:
     net = Net(lambda net, x: net.layers[1](net.layers[0](x)))
     for _ in range(2):
@@ -249,6 +253,8 @@ def test_a_tied_parameter_within_a_stage_is_one() -> None:
     net = tied(0, 1)
     pipe = split(net)
     assert pipe.stage_graph.shared == ()
+    parameters = dict(pipe.get_stage_module(0).named_parameters())
+    assert any(p is net.layers[0].weight for p in parameters.values())
     assert pipe.stage_graph.stages[0].num_parameters == 24
 
 

@@ -58,7 +58,7 @@ def assign_stages(
         _check_groups(groups, names)
     keys = _cut(graph, ops, groups, yields, marks)
     _keep_items(ops, keys)
-    ordered = sorted(set(keys.values()))
+    ordered = sorted(set(keys.values())) or [(0, 0)]
     index = {key: i for i, key in enumerate(ordered)}
     stages = {op: index[keys[op]] for op in ops}
     return Assignment(names=_stage_names(ordered, names), stages=stages)

@@ -191,8 +191,8 @@ def _carried(graph: fx.Graph, node: fx.Node, before: fx.Node) -> fx.Node:
         copy = graph.create_node("call_function", carry, (node,), name=node.name)
     copy.meta["val"] = node.meta.get("val")
     stacks = (n.meta.get("nn_module_stack") for n in graph.nodes)
-    if stack := next(filter(None, stacks), None):
-        copy.meta["nn_module_stack"] = dict(list(stack.items())[:1])
+    stack = next(filter(None, stacks), {"": ("", "torch.nn.Module")})
+    copy.meta["nn_module_stack"] = dict(list(stack.items())[:1])
     return copy
 
 

@@ -94,13 +94,17 @@ def tie_parameters(groups: Iterable[tuple[str, ...]], stage: nn.Module) -> None:
 
     Each name of a shared parameter has a copy of its own, and so has each call of a
     submodule that is called several times: calls after the first are submodules of
-    their own, called `name@1` and so on.
+    their own, called `name@1` and so on. The first name's parameter is kept.
     """
     group_of = {name: group[0] for group in groups for name in group}
+    place = {name: i for group in groups for i, name in enumerate(group)}
     first: dict[str, nn.Parameter] = {}
     _list_calls_last(stage)
-    for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
-        plain = _CALL_NUMBER.sub("", name)
+    held = [
+        (_CALL_NUMBER.sub("", name), name, parameter)
+        for name, parameter in stage.named_parameters(remove_duplicate=False)
+    ]
+    for plain, name, parameter in sorted(held, key=lambda item: place.get(item[0], 0)):
         slot, key = _slot(stage, name)
         slot[key] = first.setdefault(group_of.get(plain, plain), parameter)
 
