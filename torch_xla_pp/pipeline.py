@@ -49,7 +49,8 @@ class Pipe(_TracedPipe):
         names: All names of each parameter of the model.
 
     Attributes:
-        stage_graph: The stages and the values that flow between them.
+        stage_graph: The stages and the values that flow between them; with their
+            shardings once a stage was built.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Pipe(_TracedPipe):
             expected = _traced_inputs(module)
             sources = self._sources_of(stage_index)
             tied = self.stage_graph.shared_of(stage_index)
-        return XlaPipelineStage(
+        stage = XlaPipelineStage(
             module,
             stage_index,
             self.num_stages,
@@ -136,6 +137,17 @@ class Pipe(_TracedPipe):
             inputs_from=sources,
             tied=tied,
             expected_inputs=expected,
+        )
+        if expected is not None:
+            self._lay_out(stage)
+        return stage
+
+    def _lay_out(self, stage: XlaPipelineStage) -> None:
+        """Write into the stage graph how the devices of this rank hold each value."""
+        first = self.stage_graph.stages[0].inputs
+        rows = next((value.shape[0] for value in first if value.shape), 1)
+        self.stage_graph = self.stage_graph.with_shardings(
+            lambda shape: stage.sharding_text(shape, rows)
         )
 
     def _sources_of(self, stage: int) -> list[SourceLike]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from joining import join
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -195,6 +196,78 @@ def check(got: Tensor | None, expected: Tensor | None) -> None:
     assert expected is not None
     difference = (got.detach().cpu() - expected.detach()).abs().max()
     assert difference < 1e-5 * expected.detach().abs().max()
+
+
+class Late(nn.Module):
+    """Takes a value of the previous stage, and others of its own rank's batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self, h: Tensor, bias: Tensor, *, factor: float, mask: Tensor
+    ) -> Tensor:
+        return (self.linear(h) + bias).where(mask, factor)
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+def arguments_on_a_later_rank(schedule_name: str, num_stages: int) -> None:
+    join()
+    mesh = xpp.init_device_mesh("xla", (2, 1), mesh_dim_names=("pp", "data"))
+    torch.manual_seed(0)
+    rank = mesh.get_local_rank("pp")
+    layers = [plain(), Late(), plain(), plain()][:num_stages]
+    reference = copy.deepcopy(layers)
+    stages = [
+        xpp.PipelineStage(layers[i], i, num_stages, xpp.device(), mesh=mesh["data"])
+        for i in range(rank, num_stages, 2)
+    ]
+    driven: Any = stages[0] if len(stages) == 1 else stages
+    cls = get_schedule_class(schedule_name)
+    schedule = cls(driven, NUM_MICROBATCHES, loss_fn=loss_of)
+    x, y, bias = torch.randn(3, ROWS, WIDTH)
+    mask = torch.rand(ROWS, WIDTH) > 0.3
+    if rank == 0:
+        schedule.step(x)
+    else:
+        schedule.step(bias, factor=0.5, mask=mask, target=y)
+    h = reference[1](reference[0](x), bias, factor=0.5, mask=mask)
+    for layer in reference[2:]:
+        h = layer(h)
+    loss_of(h, y).backward()
+    for stage in stages:
+        named = dict(reference[stage.stage_index].named_parameters())
+        for key, parameter in stage.submod.named_parameters():
+            check(parameter.grad, named[key].grad)
+
+
+@pytest.mark.parametrize(("schedule", "count"), [("1F1B", 2), ("Interleaved1F1B", 4)])
+def test_a_later_rank_may_pass_arguments(
+    worlds: Worlds, schedule: str, count: int
+) -> None:
+    worlds.run(arguments_on_a_later_rank, ranks=2, devices=1, args=(schedule, count))
+
+
+def unknown_keyword() -> str:
+    join()
+    rank = dist.get_rank()
+    stage = xpp.PipelineStage(plain(), rank, 2, xpp.device())
+    schedule = get_schedule_class("GPipe")(stage, 2)
+    try:
+        schedule.step(*((torch.ones(4, WIDTH),) if rank == 0 else ()), mask=rank)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_keyword_argument_that_no_stage_takes(worlds: Worlds) -> None:
+    for text in worlds.run(unknown_keyword, ranks=2, devices=1):
+        assert "expected keyword arguments that stage " in text
+        assert "of this rank takes, got mask. Pass them on the rank" in text
 
 
 TWO_RANKS = [

@@ -72,6 +72,8 @@ def accumulate_over_two_steps() -> None:
     count = len(list(stages[0].submod.parameters()))
     is_first = stages[0].is_first
     assert len(stages[0].owned_parameters()) == count - (not is_first)
+    held = {"embed.weight", "head.weight"} & set(stages[0].state_dict())
+    assert held == ({"embed.weight"} if is_first else set())
 
 
 @pytest.mark.parametrize("job", [unequal_copies, accumulate_over_two_steps])

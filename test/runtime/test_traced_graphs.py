@@ -110,6 +110,7 @@ def train(case: Case) -> int:
         for stage in range(pipe.num_stages)
         if placement[stage] == rank
     ]
+    assert "(data, None)" in str(pipe.stage_graph)
     if case.schedule:
         driven: Any = stages[0] if len(stages) == 1 else stages
         cls = get_schedule_class(case.schedule)

@@ -9,8 +9,8 @@ takes all its positional inputs from edges.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -247,6 +247,22 @@ class StageGraph:
             for holder, name in parameter.names
             if holder == stage
         }
+
+    def with_shardings(
+        self, sharding_of: Callable[[tuple[int, ...]], str]
+    ) -> "StageGraph":
+        """Return the graph with the sharding of each value of known shape.
+
+        Args:
+            sharding_of: Shape → text of the sharding.
+        """
+        edges = tuple(
+            edge
+            if edge.shape is None
+            else replace(edge, sharding=sharding_of(edge.shape))
+            for edge in self.edges
+        )
+        return replace(self, edges=edges)
 
     @classmethod
     def chain(cls, num_outputs: Sequence[int]) -> "StageGraph":

@@ -170,6 +170,26 @@ class XlaPipelineStage(SilentStage):
         copies = self._state.copies
         return {name: p for name, p in named if f"param:{name}" not in copies}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the module's state, without copies that an earlier stage owns.
+
+        The states of all stages together are that of the model, each value once;
+        known once a schedule has begun its first step.
+        """
+        copies = {role.removeprefix("param:") for role in self._state.copies}
+        state = self.submod.state_dict()
+        return {name: value for name, value in state.items() if name not in copies}
+
+    def sharding_text(self, shape: tuple[int, ...], rows: int) -> str:
+        """Return how this rank holds an activation, an axis or None per dimension.
+
+        Args:
+            shape: Shape of the value.
+            rows: Rows of a microbatch.
+        """
+        axes = self._placement.batch_partition(shape, rows)
+        return f"({', '.join(map(str, axes))})"
+
     # Called by a schedule at the start of every step.
 
     def clear_runtime_states(self) -> None:
