@@ -11,7 +11,6 @@ microbatches before it enters the last stage's backward.
 
 import contextlib
 import hashlib
-import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from torch_xla_pp.mesh import Partition, TensorSpec
 from torch_xla_pp.plan import InputsFrom, StageInputs, Wiring
 from torch_xla_pp.runtime import handshake
 from torch_xla_pp.runtime.exchange import Exchange
-from torch_xla_pp.runtime.handshake import Claim, Offer, StageClaim
+from torch_xla_pp.runtime.handshake import Claim, StageClaim
 from torch_xla_pp.runtime.links import Ends, Links
 from torch_xla_pp.runtime.loss import StageLoss
 from torch_xla_pp.runtime.memory import Shelf, StageMemory
@@ -42,9 +41,8 @@ from torch_xla_pp.runtime.plan import (
     Signature,
     StagePlan,
     Variant,
-    describe_all,
-    spec_of,
 )
+from torch_xla_pp.runtime.planning import StagePlanning, names_of_stages
 from torch_xla_pp.runtime.shared import SharedParameters
 from torch_xla_pp.runtime.silent_stage import SilentStage
 from torch_xla_pp.runtime.step_kinds import StepKinds
@@ -140,9 +138,15 @@ class XlaPipelineStage(SilentStage):
             self._shared = SharedParameters(
                 stage_index, submodule, tied or {}, self._exchange
             )
-        self._remat = remat
-        self._expected_inputs = expected_inputs
-        self._expected_outputs = expected_outputs
+        self._planning = StagePlanning(
+            stage_index,
+            submodule,
+            self._placement,
+            self._pg.rendezvous,
+            remat,
+            expected_inputs,
+            expected_outputs,
+        )
         self._drives: WeakKeyDictionary[Schedule, _Drive] = WeakKeyDictionary()
         self._schedule: Schedule | None = None
         self._current: StagePlan | None = None
@@ -377,85 +381,12 @@ class XlaPipelineStage(SilentStage):
         self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> StagePlan:
         """Take the offers of earlier stages, and make one to later ones."""
-        offers = self._offers(key)
-        plan = self._plan_for(offers, args, kwargs)
+        count = num_microbatches(self._driver())
+        plan = self._planning.plan(key, self._wiring, count, args, kwargs)
         variant = self._variant(plan)
         if not self.is_last:
-            offer = Offer(
-                output=variant.programs.output_template,
-                values=variant.outputs,
-                rows=plan.rows,
-                num_random=plan.random_before + variant.num_random,
-            )
-            handshake.offer(self._pg.rendezvous, key, self.stage_index, offer)
+            self._planning.offer(key, plan, variant)
         return plan
-
-    def _offers(self, key: str) -> dict[int, Offer]:
-        """Wait for the offers of the stages whose values this one takes.
-
-        The offer of the previous stage tells what is counted from stage to stage.
-        """
-        wiring = self._wiring
-        needed = {*wiring.producers(self.stage_index)}
-        needed |= set() if self.is_first else {self.stage_index - 1}
-        return {
-            stage: handshake.await_offer(
-                self._pg.rendezvous, key, stage, wiring.ranks[stage]
-            )
-            for stage in sorted(needed)
-        }
-
-    def _plan_for(
-        self,
-        offers: Mapping[int, Offer],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> StagePlan:
-        """Find out what goes into this stage."""
-        producers = self._wiring.producers(self.stage_index)
-        templates = {p: offers[p].output for p in producers}
-        arguments, values = self._wiring.arguments(self.stage_index, templates)
-        parameters = _free_parameters(self.submod, arguments)
-        own = {k: v for k, v in kwargs.items() if parameters is None or k in parameters}
-        signature, outside = Signature.of(args, own)
-        if self.is_first:
-            rows = outside[0].shape[0] if outside and outside[0].dim() else 1
-            self._placement.check_batch(rows)
-        else:
-            rows = offers[self.stage_index - 1].rows
-        num_random = 0 if self.is_first else offers[self.stage_index - 1].num_random
-        received = tuple(offers[v.stage].values[v.slot] for v in values)
-        given = tuple(self._given_spec(value, rows) for value in outside)
-        if self._expected_inputs is not None and not own:
-            source = _names_of_stages(producers) if producers else "the batch"
-            expected = describe_all(self._expected_inputs)
-            got = received + given
-            handshake.check_fits(self.stage_index, source, got, expected)
-        return StagePlan(
-            stage=self.stage_index,
-            num_microbatches=num_microbatches(self._driver()),
-            rows=rows,
-            arguments=arguments,
-            values=tuple(values),
-            received=received,
-            parameters=parameters,
-            fans={p: self._wiring.fan(p, output) for p, output in templates.items()},
-            random_before=num_random,
-            remat=self._remat,
-            given=given,
-            signature=signature,
-            expected_outputs=self._expected_outputs,
-        )
-
-    def _given_spec(self, value: Tensor, rows: int) -> TensorSpec:
-        if value.requires_grad:
-            raise ValueError(
-                f"stage {self.stage_index}: expected inputs that need no gradient, "
-                "got one with requires_grad=True. Detach it; gradients of a "
-                "pipeline's inputs are not computed."
-            )
-        partition = self._placement.batch_partition(tuple(value.shape), rows)
-        return spec_of(value, partition, False)
 
     def _variant(self, plan: StagePlan) -> Variant:
         def link(outputs: tuple[TensorSpec, ...], output: Template) -> Links:
@@ -704,36 +635,15 @@ def _combine_shared(stages: Sequence[Any]) -> None:
         stage._shared.take(stage._state)
 
 
-def _free_parameters(module: nn.Module, taken: Template) -> frozenset[str] | None:
-    """Return the parameters of a module's forward that no other stage fills.
-
-    Args:
-        module: The module of a stage.
-        taken: The arguments that other stages give.
-
-    Returns:
-        Their names, None if the module takes any.
-    """
-    args, kwargs = taken.fill([None] * taken.num_slots)
-    parameters = list(inspect.signature(module.forward).parameters.values())
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
-    return frozenset(p.name for p in parameters[len(args) :]) - set(kwargs)
-
-
 def _check_kwargs(kwargs: Mapping[str, Any], plans: Sequence[StagePlan]) -> None:
     """Refuse keyword arguments that no stage of the rank takes."""
     unknown = [name for name in kwargs if not any(plan.takes(name) for plan in plans)]
     if unknown:
-        stages = _names_of_stages([plan.stage for plan in plans])
+        stages = names_of_stages([plan.stage for plan in plans])
         raise ValueError(
             f"step: expected keyword arguments that {stages} of this rank takes, got "
             f"{', '.join(unknown)}. Pass them on the rank of the stage that takes them."
         )
-
-
-def _names_of_stages(stages: Sequence[int]) -> str:
-    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
 
 def _check_index(stage_index: int, num_stages: int) -> None:
