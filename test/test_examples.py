@@ -10,10 +10,10 @@ pytestmark = pytest.mark.worlds
 SMALL = ("--steps", "6", "--batch", "16", "--microbatches", "4")
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ScheduleZBVZeroBubble"])
-def test_train_gpt_learns_and_ends_with_its_loss(schedule: str) -> None:
+def test_train_gpt_learns_and_ends_with_its_loss() -> None:
     script = ROOT / "examples" / "train_gpt.py"
-    printed = torchrun(script, *SMALL, "--schedule", schedule, ranks=2, devices=2)
+    schedule = ("--schedule", "ScheduleZBVZeroBubble")
+    printed = torchrun(script, *SMALL, *schedule, ranks=2, devices=2)
     last = printed.strip().splitlines()[-1]
     assert re.fullmatch(r"final val loss \d\.\d{3}", last), printed
     # Untrained, the loss is that of 100 equally likely characters: 4.6.

@@ -65,23 +65,13 @@ def test_split_points_and_a_policy_exclude_each_other() -> None:
         )
 
 
-def test_a_parameter_of_two_stages_is_not_run_yet() -> None:
+def test_a_parameter_of_two_stages_is_a_fact_of_the_graph() -> None:
     pipe = xpp.pipeline(Two(is_tied=True), mb_args=(torch.ones(2, 4),), split_spec=CUT)
-    assert pipe.replicated_params == []
-    with pytest.raises(xpp.PlanError, match=r"first.weight in stage 0, second.weight"):
-        pipe.build_stage(0, torch.device("cpu"))
-
-
-class Skip(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        first = xpp.pipeline_yield(self.first(x))
-        return self.second(xpp.pipeline_yield(first.sin())) + first
-
-
-def test_a_value_that_skips_a_stage_is_not_run_yet() -> None:
-    pipe = xpp.pipeline(Skip(), mb_args=(torch.ones(2, 4),))
-    with pytest.raises(xpp.PlanError, match=r"edges between other stages: 0.out0 -> 2"):
-        pipe.build_stage(0, torch.device("cpu"))
+    (shared,) = pipe.stage_graph.shared
+    assert (
+        str(shared) == "first.weight: first.weight in stage 0, second.weight in stage 1"
+    )
+    assert pipe.stage_graph.shared_of(1) == {"second.weight": "first.weight"}
 
 
 class Tied(nn.Module):

@@ -294,10 +294,8 @@ def test_two_ranks_of_two_stages(
 @pytest.mark.parametrize(
     ("name", "schedule", "transport"),
     [
-        ("skips", "1F1B", "in_graph"),
-        ("trees", "GPipe", "host"),
         ("trees", "1F1B", "in_graph"),
-        ("branches", "GPipe", "in_graph"),
+        ("branches", "GPipe", "host"),
     ],
 )
 def test_four_ranks(worlds: Worlds, name: str, schedule: str, transport: str) -> None:

@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any
 
 GRACE_S = 10.0
-_MAX_IDLE = 4
+_MAX_IDLE = 8
 _START_S = 120.0
 _DUMP_S = 0.5
 _KILLED = "Killed"
