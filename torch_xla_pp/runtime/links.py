@@ -5,7 +5,7 @@ routes are passed in here) or calls of the transport. Stages of one rank hand de
 values over without a copy. See `plan.fan` for who gives what to whom.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -133,22 +133,11 @@ class Links:
 
     def take_inputs(self, microbatch: int) -> dict[str, Tensor]:
         """Return the received inputs of a forward, or routes for them."""
-        found: dict[str, Tensor] = {}
-        for hand in self._taken:
-            message = Message("F", self._stage, microbatch, hand.origin)
-            values = self._exchange.take(message, hand.slots)
-            found |= {_input(i): values[slot] for slot, i in hand.slots.items()}
-        for post, message in self._incoming(self._arriving, microbatch):
-            if self._is_in_graph(post):
-                found[route_in(post.stage)] = self._exchange.receive_route(
-                    message, post.rank, post.layouts
-                )
-                continue
-            received = self._exchange.receive(message, post.rank, post.layouts)
-            found |= zip(map(_input, post.indices), received, strict=True)
-        for post, message in self._outgoing(self._leaving, microbatch):
-            self._add_route(found, post, message)
-        return found
+        return {
+            **self._take(self._taken, microbatch, _input),
+            **self._receive(self._arriving, microbatch, _input),
+            **self._routes(self._leaving, microbatch),
+        }
 
     def give_outputs(self, microbatch: int, result: Forwarded) -> None:
         """Hand on what a forward made or received, unless its program did."""
@@ -158,33 +147,20 @@ class Links:
             message = Message("F", hand.stage, microbatch, hand.origin)
             given = {slot: values[i].detach() for slot, i in hand.slots.items()}
             self._exchange.give(message, given)
-        for post, message in self._outgoing(self._leaving, microbatch):
+        for post in self._leaving:
             if not self._is_in_graph(post):
+                message = self._leaving_message(post, microbatch)
                 sent = [result.outputs[index] for index in post.indices]
                 self._exchange.send(message, post.rank, sent)
 
     def take_grads(self, microbatch: int) -> dict[str, Tensor]:
         """Return the gradients of the outputs for a backward, or routes for them."""
-        found: dict[str, Tensor] = {}
-        for hand in self._grads_taken:
-            message = Message("B", self._stage, microbatch, hand.origin)
-            values = self._exchange.take(message, hand.slots)
-            found |= {
-                self.borders.tangent_name(i, hand.stage): values[slot]
-                for slot, i in hand.slots.items()
-            }
-        for post, message in self._incoming(self._grads_arriving, microbatch):
-            if self._is_in_graph(post):
-                found[route_in(post.stage)] = self._exchange.receive_route(
-                    message, post.rank, post.layouts
-                )
-                continue
-            received = self._exchange.receive(message, post.rank, post.layouts)
-            names = [self.borders.tangent_name(i, post.stage) for i in post.indices]
-            found |= zip(names, received, strict=True)
-        for post, message in self._outgoing(self._grads_leaving, microbatch):
-            self._add_route(found, post, message)
-        return found
+        name_of = self.borders.tangent_name
+        return {
+            **self._take(self._grads_taken, microbatch, name_of),
+            **self._receive(self._grads_arriving, microbatch, name_of),
+            **self._routes(self._grads_leaving, microbatch),
+        }
 
     def give_grads(self, microbatch: int, grads: Mapping[int, Tensor | None]) -> None:
         """Hand back the gradients of received inputs, unless the program did."""
@@ -192,8 +168,9 @@ class Links:
             message = Message("B", hand.stage, microbatch, self._stage)
             given = {slot: self._grad(grads, i) for slot, i in hand.slots.items()}
             self._exchange.give(message, given)
-        for post, message in self._outgoing(self._grads_leaving, microbatch):
+        for post in self._grads_leaving:
             if not self._is_in_graph(post):
+                message = self._leaving_message(post, microbatch)
                 sent = [self._grad(grads, index) for index in post.indices]
                 self._exchange.send(message, post.rank, sent)
 
@@ -203,25 +180,52 @@ class Links:
             return found
         return self._placement.zeros(self._ends.received[index])
 
-    def _add_route(
-        self, found: dict[str, Tensor], post: _Post, message: Message
-    ) -> None:
-        if self._is_in_graph(post):
-            found[route_out(post.stage)] = self._exchange.send_route(
-                message, post.rank, post.layouts
+    def _take(
+        self,
+        hands: Sequence[_Hand],
+        microbatch: int,
+        name_of: Callable[[int, int], str],
+    ) -> dict[str, Tensor]:
+        """Take what stages of this rank gave; `name_of` gets an index and a stage."""
+        found: dict[str, Tensor] = {}
+        for hand in hands:
+            message = Message(hand.direction, self._stage, microbatch, hand.origin)
+            values = self._exchange.take(message, hand.slots)
+            found |= {name_of(i, hand.stage): values[s] for s, i in hand.slots.items()}
+        return found
+
+    def _receive(
+        self,
+        posts: Sequence[_Post],
+        microbatch: int,
+        name_of: Callable[[int, int], str],
+    ) -> dict[str, Tensor]:
+        """Receive what other ranks send, or return routes for it."""
+        found: dict[str, Tensor] = {}
+        for post in posts:
+            message = Message(post.direction, self._stage, microbatch, post.stage)
+            if self._is_in_graph(post):
+                found[route_in(post.stage)] = self._exchange.receive_route(
+                    message, post.rank, post.layouts
+                )
+                continue
+            values = self._exchange.receive(message, post.rank, post.layouts)
+            names = [name_of(index, post.stage) for index in post.indices]
+            found |= zip(names, values, strict=True)
+        return found
+
+    def _routes(self, posts: Sequence[_Post], microbatch: int) -> dict[str, Tensor]:
+        """Return the routes of what programs send."""
+        return {
+            route_out(post.stage): self._exchange.send_route(
+                self._leaving_message(post, microbatch), post.rank, post.layouts
             )
+            for post in posts
+            if self._is_in_graph(post)
+        }
 
-    def _incoming(
-        self, posts: Sequence[_Post], microbatch: int
-    ) -> Iterator[tuple[_Post, Message]]:
-        for post in posts:
-            yield post, Message(post.direction, self._stage, microbatch, post.stage)
-
-    def _outgoing(
-        self, posts: Sequence[_Post], microbatch: int
-    ) -> Iterator[tuple[_Post, Message]]:
-        for post in posts:
-            yield post, Message(post.direction, post.stage, microbatch, self._stage)
+    def _leaving_message(self, post: _Post, microbatch: int) -> Message:
+        return Message(post.direction, post.stage, microbatch, self._stage)
 
     # Once.
 
@@ -330,5 +334,5 @@ class Links:
         return self._exchange.is_in_graph(post.rank)
 
 
-def _input(index: int) -> str:
+def _input(index: int, _: int) -> str:
     return f"input:{index}"
