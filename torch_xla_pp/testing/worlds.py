@@ -248,7 +248,8 @@ class Worlds:
         for worker in [worker for worker in idle if not worker.is_alive()]:
             idle.remove(worker)
             worker.close()
-        taken, idle[:] = idle[:ranks], idle[ranks:]
+        # Those that were used last, which have programs at hand.
+        taken, idle[:] = idle[-ranks:], idle[:-ranks]
         if len(taken) == ranks:
             return taken
         self._close_idle(keep=max(0, _MAX_IDLE - ranks))
