@@ -14,20 +14,39 @@ exception when broken:
 """
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import border
 from torch_xla_pp.compile.border import TOKEN, Border, route_in, route_out
 from torch_xla_pp.compile.partition import Function
 from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.graph import SHARD, axes_of
+from torch_xla_pp.mesh import LogicalAxes
 
 _REPLICATED = "{replicated}"
 _SEED = "seed"
+
+Layout = Callable[[LogicalAxes], xla_compat.OpSharding]
+
+
+class _Pinning(fx.Interpreter):
+    """Run a function's graph; lay out what comes from `shard`."""
+
+    def __init__(self, module: fx.GraphModule, layout: Layout | None) -> None:
+        super().__init__(module)
+        self._layout = layout
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        result = super().call_function(target, args, kwargs)
+        if target is SHARD and self._layout is not None:
+            xla_compat.annotate(result, self._layout(axes_of(args[1])))
+        return result
 
 
 class Program:
@@ -45,6 +64,8 @@ class Program:
         parts: Name of an input → names of inputs that it is the sum of.
         wanted: Names to return, of outputs, received values and sums; None for the
             function's outputs.
+        layout: Logical axes that `shard` was called with → the sharding to pin; None
+            to pin nothing.
 
     Attributes:
         inputs: Names of the values that a call needs.
@@ -62,8 +83,10 @@ class Program:
         sent: Sequence[Border] = (),
         parts: Mapping[str, Sequence[str]] | None = None,
         wanted: Collection[str] | None = None,
+        layout: Layout | None = None,
     ) -> None:
         self.function = function
+        self._layout = layout
         self._received = received
         self._sent = sent
         used = {*function.inputs, *border.names_of(sent), *(wanted or ())}
@@ -147,7 +170,8 @@ class Program:
             tokens.append(values[TOKEN])
         for name, parts in self._parts.items():
             values[name] = reduce(operator.add, [values[part] for part in parts])
-        results = self.function.module(*(values[n] for n in self.function.inputs))
+        interpreter = _Pinning(self.function.module, self._layout)
+        results = interpreter.run(*(values[n] for n in self.function.inputs))
         values |= zip(self.function.outputs, results, strict=True)
         for name, sharding in self._pins.items():
             xla_compat.annotate(values[name], sharding)

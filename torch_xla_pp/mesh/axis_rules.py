@@ -35,8 +35,8 @@ class AxisRules:
             axis of each dimension, None for one that is never split. A parameter
             that nothing matches is replicated.
         activations: Glob pattern on the names of submodules → the logical axes of
-            what they return, as if it went through `shard`. For stages made by
-            hand; a traced stage has `shard` in its graph.
+            what they return, as if it went through `shard`. A model that is
+            traced is given them by `pipeline(activations=...)`, too.
 
     Example:
         >>> rules = AxisRules(

@@ -51,6 +51,7 @@ class StageLoss:
     ) -> None:
         self.function = function
         self._placement = placement
+        self._layout = None if placement.rules is None else placement.constraint
         self._scale_value = scale
         self._scales: dict[torch.dtype, Tensor] = {}
         self._programs: dict[_Key, LossProgram | None] = {}
@@ -94,7 +95,9 @@ class StageLoss:
         examples = [example_of(spec) for spec in key.inputs]
         shardings = [self._placement.sharding(spec.partition) for spec in key.inputs]
         try:
-            return LossProgram(self.function, key.output, examples, shardings)
+            return LossProgram(
+                self.function, key.output, examples, shardings, self._layout
+            )
         except PipelineError:
             raise
         except Exception as error:
