@@ -87,6 +87,17 @@ def annotate(tensor: Tensor, sharding: OpSharding) -> None:
     _XLAC._xla_mark_sharding(tensor, sharding)
 
 
+def constrain(value: Tensor, sharding: OpSharding) -> Tensor:
+    """Return a pending copy of `value` that is laid out as `sharding`.
+
+    Values on the device are moved by the program that the copy is computed in; they
+    and their own sharding stay.
+    """
+    value = value.detach().clone()
+    _XLAC._xla_annotate_custom_sharding(value, sharding)
+    return value
+
+
 def are_pending(tensors: Sequence[Tensor]) -> list[bool]:
     """Return for each tensor whether its value still has to be computed."""
     return list(_XLAC._check_tensor_need_materialization(list(tensors)))

@@ -16,7 +16,7 @@ exception when broken:
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -32,21 +32,31 @@ from torch_xla_pp.mesh import LogicalAxes
 _REPLICATED = "{replicated}"
 _SEED = "seed"
 
-Layout = Callable[[LogicalAxes], xla_compat.OpSharding]
+
+class Constraints(NamedTuple):
+    """Say how values lie while a program runs.
+
+    Attributes:
+        layout: Takes the logical axes that `shard` was called with.
+        used: Name of an input → how it lies where it is used, if not as it is kept.
+    """
+
+    layout: Callable[[LogicalAxes], xla_compat.OpSharding]
+    used: Mapping[str, xla_compat.OpSharding] = {}
 
 
 class _Pinning(fx.Interpreter):
     """Run a function's graph; lay out what comes from `shard`."""
 
-    def __init__(self, module: fx.GraphModule, layout: Layout | None) -> None:
+    def __init__(self, module: fx.GraphModule, constraints: Constraints | None) -> None:
         super().__init__(module)
-        self._layout = layout
+        self._constraints = constraints
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        result = super().call_function(target, args, kwargs)
-        if target is SHARD and self._layout is not None:
-            xla_compat.annotate(result, self._layout(axes_of(args[1])))
-        return result
+        if target is SHARD and self._constraints is not None:
+            sharding = self._constraints.layout(axes_of(args[1]))
+            return xla_compat.constrain(args[0], sharding)
+        return super().call_function(target, args, kwargs)
 
 
 class Program:
@@ -64,8 +74,7 @@ class Program:
         parts: Name of an input → names of inputs that it is the sum of.
         wanted: Names to return, of outputs, received values and sums; None for the
             function's outputs.
-        layout: Logical axes that `shard` was called with → the sharding to pin; None
-            to pin nothing.
+        constraints: How values lie while it runs, None to leave that to XLA.
 
     Attributes:
         inputs: Names of the values that a call needs.
@@ -83,10 +92,10 @@ class Program:
         sent: Sequence[Border] = (),
         parts: Mapping[str, Sequence[str]] | None = None,
         wanted: Collection[str] | None = None,
-        layout: Layout | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
         self.function = function
-        self._layout = layout
+        self._constraints = constraints
         self._received = received
         self._sent = sent
         used = {*function.inputs, *border.names_of(sent), *(wanted or ())}
@@ -170,8 +179,9 @@ class Program:
             tokens.append(values[TOKEN])
         for name, parts in self._parts.items():
             values[name] = reduce(operator.add, [values[part] for part in parts])
-        interpreter = _Pinning(self.function.module, self._layout)
-        results = interpreter.run(*(values[n] for n in self.function.inputs))
+        interpreter = _Pinning(self.function.module, self._constraints)
+        inputs = [self._used(name, values) for name in self.function.inputs]
+        results = interpreter.run(*inputs)
         values |= zip(self.function.outputs, results, strict=True)
         for name, sharding in self._pins.items():
             xla_compat.annotate(values[name], sharding)
@@ -179,6 +189,13 @@ class Program:
         if tokens:
             values[TOKEN] = reduce(operator.add, tokens)
         return [values[name] for name in self.outputs]
+
+    def _used(self, name: str, values: Mapping[str, Tensor]) -> Tensor:
+        """Return an input as it lies where it is used."""
+        used = {} if self._constraints is None else self._constraints.used
+        if name not in used:
+            return values[name]
+        return xla_compat.constrain(values[name], used[name])
 
     def _map_parameters(self, args: list[Tensor], outputs: list[Tensor]) -> None:
         """Find out which argument each parameter of the program is."""

@@ -28,7 +28,7 @@ from torch_xla_pp.compile.partition import (
     nothing,
     partition_joint,
 )
-from torch_xla_pp.compile.program import Layout, Program
+from torch_xla_pp.compile.program import Constraints, Program
 from torch_xla_pp.compile.sums import given_grad, starting_sums
 from torch_xla_pp.transport import ShardLayout
 
@@ -102,8 +102,7 @@ class StagePrograms:
             and new buffers get the same.
         borders: What the programs receive and send themselves.
         remat: Which forward values are computed again in the backward.
-        layout: Logical axes that `shard` was called with → the sharding to pin; None
-            to pin nothing.
+        constraints: How values lie while programs run, None to leave that to XLA.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class StagePrograms:
         borders: Borders | None = None,
         *,
         remat: Remat = "none",
-        layout: Layout | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
         borders = borders or Borders()
         functions = partition_joint(joint, remat)
@@ -148,7 +147,7 @@ class StagePrograms:
             donated=donated,
             received=() if has_first else coming_back,
             parts={} if has_first else parts,
-            layout=layout,
+            constraints=constraints,
         )
         self._backward_input = _program(
             functions.backward_input,
@@ -158,7 +157,7 @@ class StagePrograms:
             sent=going_back,
             parts=parts,
             wanted=grads | _reads(self._backward_weight),
-            layout=layout,
+            constraints=constraints,
         )
         self._backward = _program(
             functions.backward,
@@ -169,7 +168,7 @@ class StagePrograms:
             sent=going_back,
             parts=parts,
             wanted=grads | sums,
-            layout=layout,
+            constraints=constraints,
         )
         kept = _reads(self._backward) | _reads(self._backward_input)
         first = self._backward_input
@@ -193,7 +192,7 @@ class StagePrograms:
             received=arriving,
             sent=leaving,
             wanted=results | kept,
-            layout=layout,
+            constraints=constraints,
         )
         self._inference = Program(
             functions.inference,
@@ -202,7 +201,7 @@ class StagePrograms:
             received=arriving,
             sent=leaving,
             wanted=results,
-            layout=layout,
+            constraints=constraints,
         )
         self._sum_pins = {
             accumulator(role): fixed_shardings[role]
@@ -365,7 +364,7 @@ def _program(
     parts: Mapping[str, Sequence[str]],
     sent: Sequence[Border] = (),
     wanted: set[str | None] | None = None,
-    layout: Layout | None,
+    constraints: Constraints | None,
 ) -> Program | None:
     """Make a program unless there is nothing for it to do."""
     has_passing = not {*border.names_of(received), *parts}.isdisjoint(wanted or ())
@@ -380,7 +379,7 @@ def _program(
         sent=sent,
         parts=parts,
         wanted=None if wanted is None else {n for n in wanted if n is not None},
-        layout=layout,
+        constraints=constraints,
     )
 
 

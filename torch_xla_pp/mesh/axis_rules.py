@@ -29,8 +29,9 @@ class AxisRules:
 
     Args:
         axes: Logical axis → the mesh axis that splits it, a tuple of them, or None.
-        parameter_axes: The same for parameters alone, where they lie in another way
-            than activations: FSDP splits `embed` of weights only.
+        parameter_axes: The same for parameters alone, where they are kept in another
+            way than activations: FSDP splits `embed` of weights only. In a program
+            such parameters are gathered first, to lie as `axes` say.
         parameters: Glob pattern on the names of parameters and buffers → the logical
             axis of each dimension, None for one that is never split. A parameter
             that nothing matches is replicated.
@@ -172,6 +173,34 @@ class AxisRules:
                 + "\n  ".join(found)
             )
         return partitions
+
+    def used(
+        self,
+        names: Iterable[str],
+        partitions: Mapping[str, Partition],
+    ) -> dict[str, Partition]:
+        """Return how parameters lie while they are used, if not as they are kept.
+
+        Kept they lie as `parameter_axes` say, used as `axes` do: XLA gathers them.
+
+        Args:
+            names: Names of parameters.
+            partitions: How they are kept, as `resolve` says.
+        """
+        found = {}
+        for name in names:
+            pattern = first_match(self.parameters, name)
+            if pattern is None:
+                continue
+            partition = tuple(
+                None if logical is None else self.axes.get(logical, kept)
+                for logical, kept in zip(
+                    self.parameters[pattern], partitions[name], strict=True
+                )
+            )
+            if partition != partitions[name]:
+                found[name] = partition
+        return found
 
     def _axis_faults(self, mesh: LocalMesh) -> list[str]:
         """List the axes that the mesh does not have."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import StagePrograms, accumulator
+from torch_xla_pp.compile import Constraints, StagePrograms, accumulator
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.mesh import Sharding, assign_partitions
 from torch_xla_pp.runtime.memory import device_bytes
@@ -70,6 +70,17 @@ class ModuleState:
     def shardings(self) -> dict[str, xla_compat.OpSharding]:
         """Return the sharding of every parameter and buffer, by role."""
         return {r: xla_compat.sharding_of(value) for r, value in self.fixed.items()}
+
+    def constraints(self) -> Constraints | None:
+        """Return how values lie while programs run, None if no axis rules say so."""
+        placement = self._placement
+        if placement.rules is None:
+            return None
+        used = placement.rules.used(shapes_of(self._module), self._partitions)
+        return Constraints(
+            placement.constraint,
+            {f"param:{name}": placement.sharding(p) for name, p in used.items()},
+        )
 
     def begin_step(self) -> None:
         """Bring all values onto the device and forget the sums of the last step.

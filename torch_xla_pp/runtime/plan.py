@@ -206,7 +206,7 @@ class StagePlan:
                 state.shardings(),
                 links.borders,
                 remat=self.remat,
-                layout=None if placement.rules is None else placement.constraint,
+                constraints=state.constraints(),
             )
             self._variants[mode] = Variant(
                 programs, outputs, links, joint.num_random, Sizes()
