@@ -9,6 +9,8 @@ the empty text means that the tensor has no annotation.
 import contextlib
 import functools
 import logging
+import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NewType
@@ -187,11 +189,26 @@ def graph_parameters(outputs: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
     return list(ids), list(values)
 
 
-def compile_graph(outputs: Sequence[Tensor]) -> GraphHash:
-    """Compile the graph of pending `outputs` and return its hash."""
+def compile_graph(outputs: Sequence[Tensor]) -> tuple[GraphHash, str | None]:
+    """Compile the graph of pending `outputs`.
+
+    Returns:
+        Its hash, and its HLO after partitioning and optimization. torch_xla keeps
+        that text to itself; it is known only where XLA dumps it (`--xla_dump_to` and
+        `--xla_dump_hlo_as_text` in `XLA_FLAGS` from the start), and None if an equal
+        graph was compiled before.
+    """
+    before = _dumped()
     graph_hash = _XLAC._get_graph_hash(list(outputs))
     _XLAC._xla_warm_up_cache(list(outputs), [])
-    return GraphHash(graph_hash)
+    new = sorted(_dumped() - before)
+    return GraphHash(graph_hash), new[-1].read_text() if new else None
+
+
+def _dumped() -> set[Path]:
+    """Return the HLO texts that XLA has dumped so far."""
+    folders = re.findall(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    return set(Path(folders[-1]).glob("*after_optimizations.txt")) if folders else set()
 
 
 @contextlib.contextmanager

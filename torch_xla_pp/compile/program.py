@@ -79,6 +79,7 @@ class Program:
     Attributes:
         inputs: Names of the values that a call needs.
         outputs: Names of the values that a call returns.
+        hlo: The text of the compiled program, see `xla_compat.compile_graph`.
     """
 
     def __init__(
@@ -113,10 +114,16 @@ class Program:
         self._donated = [i for i, n in enumerate(self.inputs) if n in donated]
         self._expected: list[str] = []
         self._hash: xla_compat.GraphHash | None = None
+        self.hlo: str | None = None
         # Which input each parameter of the program is, and those that are none.
         self._names: list[str] = []
         self._captured: dict[str, Tensor] = {}
         self._has_seed = False
+
+    @property
+    def is_compiled(self) -> bool:
+        """Return whether the program has run before."""
+        return self._hash is not None
 
     def _needed(self, arriving: Collection[str]) -> tuple[str, ...]:
         """Return the names of what a call must pass in."""
@@ -169,7 +176,8 @@ class Program:
             outputs = self._compute(dict(zip(self.inputs, args, strict=True)))
         self._map_parameters(args, outputs)
         with xla_compat.donating([args[i] for i in self._donated]):
-            return xla_compat.compile_graph(outputs)
+            graph_hash, self.hlo = xla_compat.compile_graph(outputs)
+        return graph_hash
 
     def _compute(self, values: dict[str, Tensor]) -> list[Tensor]:
         """Receive, run the function and send; all of it pending."""

@@ -210,6 +210,18 @@ class StagePrograms:
         self._starts: dict[tuple[str, ...], Program] = {}
 
     @property
+    def compiled(self) -> dict[str, Program]:
+        """Return the programs that have run so far, by what they do."""
+        programs = {
+            "forward": self._forward,
+            "inference": self._inference,
+            "backward": self._backward,
+            "backward input": self._backward_input,
+            "backward weight": self._backward_weight,
+        }
+        return {n: p for n, p in programs.items() if p is not None and p.is_compiled}
+
+    @property
     def has_backward(self) -> bool:
         """Return whether there is any gradient to compute."""
         return self._functions.backward is not None or bool(self._functions.input_grads)

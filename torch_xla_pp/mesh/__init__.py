@@ -2,6 +2,7 @@
 
 from torch_xla_pp.mesh import presets
 from torch_xla_pp.mesh.axis_rules import AxisRules, LogicalAxes, first_match, unmatched
+from torch_xla_pp.mesh.hlo_collectives import Collective, collectives_of
 from torch_xla_pp.mesh.hlo_sharding import (
     REPLICATED,
     OpShardingArgs,
@@ -14,6 +15,7 @@ from torch_xla_pp.mesh.rules import Sharding, assign_partitions, match_rules
 __all__ = [
     "Axis",
     "AxisRules",
+    "Collective",
     "LocalMesh",
     "LogicalAxes",
     "MeshLayout",
@@ -23,6 +25,7 @@ __all__ = [
     "Sharding",
     "TensorSpec",
     "assign_partitions",
+    "collectives_of",
     "first_match",
     "launch_hint",
     "match_rules",

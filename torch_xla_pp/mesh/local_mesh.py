@@ -93,5 +93,10 @@ class TensorSpec:
     partition: Partition
     requires_grad: bool = False
 
+    def shard_bytes(self, mesh: LocalMesh) -> int:
+        """Return the bytes of one device's part."""
+        shape = mesh.shard_shape(self.shape, self.partition)
+        return math.prod(shape) * self.dtype.itemsize
+
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"

@@ -29,10 +29,11 @@ from torch_xla_pp.mesh import AxisRules, Sharding, TensorSpec, unmatched
 from torch_xla_pp.plan import InputsFrom, StageInputs, Wiring
 from torch_xla_pp.runtime import handshake
 from torch_xla_pp.runtime.exchange import Exchange
+from torch_xla_pp.runtime.explanation import Explanation, bytes_of, costs_of
 from torch_xla_pp.runtime.handshake import Claim, StageClaim
 from torch_xla_pp.runtime.links import Ends, Links
 from torch_xla_pp.runtime.loss import StageLoss
-from torch_xla_pp.runtime.memory import Shelf, StageMemory
+from torch_xla_pp.runtime.memory import Shelf, StageMemory, device_bytes
 from torch_xla_pp.runtime.module_state import ModuleState, shapes_of
 from torch_xla_pp.runtime.orders import order_of
 from torch_xla_pp.runtime.placement import AUTO, BatchAxis, Placement
@@ -174,6 +175,27 @@ class XlaPipelineStage(SilentStage):
             num_live=self._shelf.most_live,
             saved_bytes=self._shelf.most_bytes,
             state_bytes=self._state.num_bytes,
+        )
+
+    def explain(self) -> Explanation:
+        """Return what the stage costs on each device; print it to read it.
+
+        Programs are those of the last step, known once it has begun. Their collectives
+        are counted in what XLA dumps, if `XLA_FLAGS` ask for that.
+
+        Raises:
+            PipelineError: No step has begun yet.
+        """
+        plan = self._plan()
+        variant = self._variant(plan)
+        mesh = self._placement.local
+        return Explanation(
+            stage=self.stage_index,
+            num_parameters=sum(p.numel() for p in self.submod.parameters()),
+            parameter_bytes=sum(device_bytes([*self._state.fixed.values()])),
+            received_bytes=bytes_of(plan.received, mesh),
+            sent_bytes=bytes_of(variant.outputs, mesh),
+            programs=costs_of(variant.programs.compiled, mesh),
         )
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
