@@ -100,6 +100,28 @@ def constrain(value: Tensor, sharding: OpSharding) -> Tensor:
     return value
 
 
+def product(
+    left: Tensor,
+    right: Tensor,
+    sums: tuple[Sequence[int], Sequence[int]],
+    batch: Sequence[int] = (),
+) -> Tensor:
+    """Multiply tensors of any dimensions.
+
+    Args:
+        left: A tensor.
+        right: Another one.
+        sums: The dimensions of each that are summed over, in pairs.
+        batch: Dimensions that both have and that stay.
+
+    Returns:
+        Has the dimensions `batch`, then what is left of `left`, then of `right`.
+    """
+    numbers = ((list(sums[0]), list(sums[1])), (list(batch), list(batch)))
+    result: Tensor = _XLAC._xla_dot_general(left, right, numbers)
+    return result
+
+
 def are_pending(tensors: Sequence[Tensor]) -> list[bool]:
     """Return for each tensor whether its value still has to be computed."""
     return list(_XLAC._check_tensor_need_materialization(list(tensors)))

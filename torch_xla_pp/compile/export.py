@@ -252,7 +252,13 @@ def _decomposed_dropout(
 # torch_xla 2.9 keeps the biased variance as batch norm's running variance; the
 # decomposition keeps the unbiased one, as eager does.
 _DECOMPOSITIONS = {
-    **get_decompositions([torch.ops.aten._native_batch_norm_legit_functional]),
+    **get_decompositions(
+        [
+            torch.ops.aten._native_batch_norm_legit_functional,
+            torch.ops.aten._native_batch_norm_legit.no_stats,
+            torch.ops.aten.native_batch_norm_backward,
+        ]
+    ),
     torch.ops.aten.native_dropout.default: _decomposed_dropout,
 }
 

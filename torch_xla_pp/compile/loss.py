@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.constants import Constants
 from torch_xla_pp.compile.export import JointGraph, export_joint
+from torch_xla_pp.compile.lowering import Constraints
 from torch_xla_pp.compile.partition import value_and_grads
-from torch_xla_pp.compile.program import Constraints, Program
+from torch_xla_pp.compile.program import Program
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.graph import Template
 

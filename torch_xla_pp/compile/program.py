@@ -14,49 +14,21 @@ exception when broken:
 """
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import border
 from torch_xla_pp.compile.border import TOKEN, Border, route_in, route_out
+from torch_xla_pp.compile.lowering import Constraints, Lowering
 from torch_xla_pp.compile.partition import Function
 from torch_xla_pp.errors import PipelineError
-from torch_xla_pp.graph import SHARD, axes_of
-from torch_xla_pp.mesh import LogicalAxes
 
 _REPLICATED = "{replicated}"
 _SEED = "seed"
-
-
-class Constraints(NamedTuple):
-    """Say how values lie while a program runs.
-
-    Attributes:
-        layout: Takes the logical axes that `shard` was called with.
-        used: Name of an input → how it lies where it is used, if not as it is kept.
-    """
-
-    layout: Callable[[LogicalAxes], xla_compat.OpSharding]
-    used: Mapping[str, xla_compat.OpSharding] = {}
-
-
-class _Pinning(fx.Interpreter):
-    """Run a function's graph; lay out what comes from `shard`."""
-
-    def __init__(self, module: fx.GraphModule, constraints: Constraints | None) -> None:
-        super().__init__(module)
-        self._constraints = constraints
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is SHARD and self._constraints is not None:
-            sharding = self._constraints.layout(axes_of(args[1]))
-            return xla_compat.constrain(args[0], sharding)
-        return super().call_function(target, args, kwargs)
 
 
 class Program:
@@ -187,9 +159,7 @@ class Program:
             tokens.append(values[TOKEN])
         for name, parts in self._parts.items():
             values[name] = reduce(operator.add, [values[part] for part in parts])
-        interpreter = _Pinning(self.function.module, self._constraints)
-        inputs = [self._used(name, values) for name in self.function.inputs]
-        results = interpreter.run(*inputs)
+        results = self._run(values)
         values |= zip(self.function.outputs, results, strict=True)
         for name, sharding in self._pins.items():
             xla_compat.annotate(values[name], sharding)
@@ -198,12 +168,16 @@ class Program:
             values[TOKEN] = reduce(operator.add, tokens)
         return [values[name] for name in self.outputs]
 
-    def _used(self, name: str, values: Mapping[str, Tensor]) -> Tensor:
-        """Return an input as it lies where it is used."""
-        used = {} if self._constraints is None else self._constraints.used
-        if name not in used:
-            return values[name]
-        return xla_compat.constrain(values[name], used[name])
+    def _run(self, values: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        """Run the function, with its inputs as they lie where they are used."""
+        inputs = {name: values[name] for name in self.function.inputs}
+        if self._constraints is None:
+            return self.function.module(*inputs.values())  # type: ignore[no-any-return]
+        for name, sharding in self._constraints.used.items():
+            if name in inputs:
+                inputs[name] = xla_compat.constrain(inputs[name], sharding)
+        lowering = Lowering(self.function.module, self._constraints)
+        return lowering.run(*inputs.values())  # type: ignore[no-any-return]
 
     def _map_parameters(self, args: list[Tensor], outputs: list[Tensor]) -> None:
         """Find out which argument each parameter of the program is."""

@@ -20,6 +20,7 @@ from torch_xla_pp.compile import border
 from torch_xla_pp.compile.border import Border, is_route
 from torch_xla_pp.compile.constants import Constants
 from torch_xla_pp.compile.export import JointGraph
+from torch_xla_pp.compile.lowering import Constraints
 from torch_xla_pp.compile.partition import (
     Function,
     Remat,
@@ -28,7 +29,7 @@ from torch_xla_pp.compile.partition import (
     nothing,
     partition_joint,
 )
-from torch_xla_pp.compile.program import Constraints, Program
+from torch_xla_pp.compile.program import Program
 from torch_xla_pp.compile.sums import given_grad, starting_sums
 from torch_xla_pp.transport import ShardLayout
 
