@@ -90,12 +90,13 @@ class Lowering(fx.Interpreter):
 
     def _product(self, node: fx.Node) -> Tensor | _Apart | None:
         """Compute a product of values that are kept apart, None if it is none."""
+        operands: Any = node.args
         if node.target is _aten.bmm.default:
-            return _batched(*map(self._apart, node.args))
+            return _batched(*map(self._apart, operands))
         if node.target is _aten.mm.default:
-            return self._matrix_product(*node.args)
+            return self._matrix_product(*operands)
         if node.target is _aten.addmm.default and not node.kwargs:
-            bias, left, right = node.args
+            bias, left, right = operands
             product = self._matrix_product(left, right)
             if isinstance(product, _Apart):
                 return product._replace(value=product.value + self.env[bias])
@@ -114,18 +115,18 @@ class Lowering(fx.Interpreter):
         sums = first.merged, second.merged
         return xla_compat.product(first.value, second.value, sums)
 
-    def _apart(self, node: Any) -> _Apart | None:
+    def _apart(self, node: fx.Node) -> _Apart | None:
         """Return a factor as it was before the graph merged its first dimensions."""
         turned = _TURNS.get(node.target)
         places = {0, 1} if node.target is _aten.t.default else {*node.args[1:]}
         is_turned = turned is not None and turned == places
-        merge = node.args[0] if is_turned else node
+        merge = node.all_input_nodes[0] if is_turned else node
         if merge.target not in _VIEWS:
             return None
         origin = merge.all_input_nodes[0]
         known = self._products.get(origin)
         source = self.env[origin] if known is None else known.value
-        merged = self.env[merge]
+        merged: Tensor = self.env[merge]
         for count in range(2, source.dim()):
             sizes = tuple(source.shape[:count])
             if math.prod(sizes) == merged.shape[0]:
