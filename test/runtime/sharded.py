@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import torch_xla_pp as xpp
 from torch_xla_pp.mesh import presets
 
-WIDTH, HEADS, LENGTH, ROWS = 8, 2, 4, 2
+WIDTH, HEADS, LENGTH, ROWS = 8, 2, 4, 4
 PATTERNS = xpp.AxisRules(
     parameters={
         "*.qkv.weight": ("heads", "embed"),
@@ -110,8 +110,9 @@ def build(job: Job, model: Model) -> Any:
     rank, group = mesh.get_local_rank("pp"), mesh.get_group("pp")
     options = {"mesh": mesh["data", "model"], "sharding": job.rules}
     if job.frontend == "manual":
+        part = Part(model, rank) if job.ranks > 1 else model
         return xpp.PipelineStage(
-            Part(model, rank), rank, job.ranks, xpp.device(), group=group, **options
+            part, rank, job.ranks, xpp.device(), group=group, **options
         )
     pipe = xpp.pipeline(
         model,
@@ -130,7 +131,7 @@ def train(job: Job) -> Report:
 
 def take_step(job: Job) -> Report:
     torch.manual_seed(0)
-    reference = Model(num_blocks=max(2, job.ranks))
+    reference = Model(num_blocks=job.ranks)
     stage = build(job, copy.deepcopy(reference))
     schedule = Schedule1F1B(stage, job.num_microbatches, loss_fn=loss_fn)
     rows = ROWS * job.num_microbatches
