@@ -170,7 +170,7 @@ class Pipe(_TracedPipe):
         first = self.stage_graph.stages[0].inputs
         rows = next((value.shape[0] for value in first if value.shape), 1)
         self.stage_graph = self.stage_graph.with_shardings(
-            lambda shape: stage.sharding_text(shape, rows)
+            lambda shape, axes: stage.sharding_text(shape, rows, axes)
         )
 
     def _sources_of(self, stage: int) -> list[SourceLike]:

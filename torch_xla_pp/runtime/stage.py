@@ -25,7 +25,7 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import Remat, StagePrograms, check_remat, tangent
 from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.graph import Template
-from torch_xla_pp.mesh import AxisRules, Sharding, TensorSpec, unmatched
+from torch_xla_pp.mesh import AxisRules, LogicalAxes, Sharding, TensorSpec, unmatched
 from torch_xla_pp.plan import InputsFrom, StageInputs, Wiring
 from torch_xla_pp.runtime import handshake
 from torch_xla_pp.runtime.exchange import Exchange
@@ -217,14 +217,17 @@ class XlaPipelineStage(SilentStage):
         state = self.submod.state_dict()
         return {name: value for name, value in state.items() if name not in copies}
 
-    def sharding_text(self, shape: tuple[int, ...], rows: int) -> str:
+    def sharding_text(
+        self, shape: tuple[int, ...], rows: int, logical: LogicalAxes | None = None
+    ) -> str:
         """Return how this rank holds an activation, an axis or None per dimension.
 
         Args:
             shape: Shape of the value.
             rows: Rows of a microbatch.
+            logical: What `shard` called its dimensions, None if nothing.
         """
-        axes = self._placement.batch_partition(shape, rows)
+        axes = self._placement.layout_of(logical, shape, rows)
         return f"({', '.join(map(str, axes))})"
 
     # Called by a schedule at the start of every step.
