@@ -9,6 +9,7 @@ the empty text means that the tensor has no annotation.
 import contextlib
 import functools
 import logging
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -395,13 +396,25 @@ def custom_call(
     torch_xla tells graphs apart by `target` alone: it must differ for other shapes
     or dtypes, also for those outside of the per-device part. Results may need no
     order among themselves; a call whose results are unused is dropped.
+
+    The handler sees everything flat, in the order of rows: XLA may choose any order
+    of dimensions for a buffer that has several, and does not tell handlers which.
     """
+    flat = [_manual(operand.reshape(-1)) for operand in operands]
+    sizes = [[math.prod(shape)] for shape in shapes]
     results = _XLAC._xla_custom_call(
-        list(operands), target, list(shapes), list(dtypes), False, "", _TYPED_FFI, {}
+        flat, target, sizes, list(dtypes), False, "", _TYPED_FFI, {}
     )
-    for result in results:
-        _XLAC._xla_mark_sharding(result, _XLAC.OpSharding([], [], [], _MANUAL))
-    return list(results)
+    return [
+        _manual(_manual(result).reshape(list(shape)))
+        for result, shape in zip(results, shapes, strict=True)
+    ]
+
+
+def _manual(value: Tensor) -> Tensor:
+    """Say that `value` belongs to the part of a graph that is for one device."""
+    _XLAC._xla_mark_sharding(value, _XLAC.OpSharding([], [], [], _MANUAL))
+    return value
 
 
 def hlo_text(outputs: Sequence[Tensor]) -> str:
