@@ -38,8 +38,8 @@ def test_the_page_on_stage_graphs_runs(tmp_path: Path) -> None:
 def test_the_page_on_shardings_runs(tmp_path: Path) -> None:
     page = ROOT / "docs" / "choose-a-sharding.md"
     script = tmp_path / "sharding.py"
-    dump = f"--xla_dump_to={tmp_path}/dump --xla_dump_hlo_as_text"
-    flags = f"import os\nos.environ['XLA_FLAGS'] = '{dump}'\n"
+    dump = f"--xla_dump_to={tmp_path}/dump{{RANK}} --xla_dump_hlo_as_text"
+    flags = f"import os\nos.environ['XLA_FLAGS'] = '{dump}'.format(**os.environ)\n"
     script.write_text(flags + python_blocks(page))
     printed = torchrun(script, ranks=2, devices=4)
     (shown,) = re.findall(r"```text\n(.*?)```", page.read_text(), re.DOTALL)

@@ -7,8 +7,8 @@ from torch_xla_pp.compile import Program
 from torch_xla_pp.mesh import Collective, LocalMesh, TensorSpec, collectives_of
 
 _HINT = (
-    "unknown: set XLA_FLAGS='--xla_dump_to=<folder> --xla_dump_hlo_as_text' before the "
-    "first import of torch_xla"
+    "unknown: set XLA_FLAGS='--xla_dump_to=<folder of the rank> "
+    "--xla_dump_hlo_as_text' before the first import of torch_xla"
 )
 
 
