@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from torch_xla_pp.mesh import LocalMesh
+from torch_xla_pp.mesh import AxisRules, LocalMesh
 from torch_xla_pp.schedule import Action, Schedule, carriers_of
 
 AXES = ("data", "model", "expert")
@@ -26,6 +26,25 @@ def partitioned_shapes(
     shape = draw(st.lists(st.integers(0, 9), max_size=4))
     names = draw(st.permutations([*mesh.names, *[None] * len(shape)]))
     return tuple(shape), tuple(names[: len(shape)])
+
+
+@st.composite
+def axis_rules(draw: st.DrawFn) -> AxisRules:
+    """Rules over the axes of `AXES`, with any names and patterns."""
+    words = st.text(min_size=1, max_size=4)
+    mesh_axes = st.one_of(
+        st.none(),
+        st.sampled_from(AXES),
+        st.lists(st.sampled_from(AXES), max_size=2, unique=True).map(tuple),
+    )
+    axes = draw(st.dictionaries(words, mesh_axes, max_size=4))
+    logical = st.lists(st.sampled_from([None, *axes]), max_size=3).map(tuple)
+    return AxisRules(
+        axes=axes,
+        parameter_axes=draw(st.dictionaries(words, mesh_axes, max_size=2)),
+        parameters=draw(st.dictionaries(words, logical, max_size=3)),
+        activations=draw(st.dictionaries(words, logical, max_size=3)),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

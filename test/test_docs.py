@@ -35,6 +35,17 @@ def test_the_page_on_stage_graphs_runs(tmp_path: Path) -> None:
     assert all(line in printed for line in shown.splitlines())
 
 
+def test_the_page_on_shardings_runs(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "choose-a-sharding.md"
+    script = tmp_path / "sharding.py"
+    dump = f"--xla_dump_to={tmp_path}/dump{{RANK}} --xla_dump_hlo_as_text"
+    flags = f"import os\nos.environ['XLA_FLAGS'] = '{dump}'.format(**os.environ)\n"
+    script.write_text(flags + python_blocks(page))
+    printed = torchrun(script, ranks=2, devices=4)
+    (shown,) = re.findall(r"```text\n(.*?)```", page.read_text(), re.DOTALL)
+    assert all(line in printed for line in shown.splitlines())
+
+
 def test_links_in_the_pages_lead_somewhere() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
     for page in pages:

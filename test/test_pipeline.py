@@ -93,3 +93,40 @@ def test_a_parameter_used_twice_in_one_stage_stays_one() -> None:
     stage = pipe.get_stage_module(0)
     assert stage.first.weight is stage.again.weight
     assert len(list(stage.parameters())) == 3
+
+
+class Laid(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(xpp.shard(self.first(x), "batch", "mlp"))
+
+
+def test_edges_know_what_shard_called_their_dimensions() -> None:
+    pipe = xpp.pipeline(Laid(), mb_args=(torch.ones(2, 4),), split_spec=CUT)
+    (edge,) = pipe.stage_graph.edges
+    assert edge.axes == ("batch", "mlp")
+    named = pipe.stage_graph.with_shardings(lambda shape, axes: f"{shape} {axes}")
+    assert named.edges[0].sharding == "(2, 4) ('batch', 'mlp')"
+
+
+class Straight(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def test_outputs_of_submodules_get_axes_while_a_model_is_traced() -> None:
+    axes = ("batch", None)
+    pipe = xpp.pipeline(
+        Straight(),
+        mb_args=(torch.ones(2, 4),),
+        split_spec=CUT,
+        activations={"fir*": axes},
+    )
+    (edge,) = pipe.stage_graph.edges
+    assert edge.axes == axes
+
+
+def test_patterns_of_activations_must_match_submodules() -> None:
+    with pytest.raises(ValueError, match="match submodules of the model, got 'tail'"):
+        xpp.pipeline(
+            Two(), mb_args=(torch.ones(2, 4),), activations={"tail": (None, None)}
+        )

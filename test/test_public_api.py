@@ -10,6 +10,7 @@ pytestmark = pytest.mark.pure
 
 PUBLIC = [
     "Action",
+    "AxisRules",
     "Pipe",
     "PipelineError",
     "PipelineStage",
@@ -25,6 +26,7 @@ PUBLIC = [
     "init_device_mesh",
     "pipeline",
     "pipeline_yield",
+    "shard",
 ]
 
 

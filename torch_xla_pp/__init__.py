@@ -19,14 +19,16 @@ from torch_xla_pp.errors import (
     TransportError,
     TransportTimeout,
 )
-from torch_xla_pp.graph import pipeline_yield
+from torch_xla_pp.graph import pipeline_yield, shard
 from torch_xla_pp.launch import device, init_device_mesh
+from torch_xla_pp.mesh import AxisRules
 from torch_xla_pp.pipeline import Pipe, pipeline
 from torch_xla_pp.runtime import PipelineStage, ScheduleFromTable, clip_grad_norm_
 from torch_xla_pp.schedule import Action, Schedule
 
 __all__ = [
     "Action",
+    "AxisRules",
     "Pipe",
     "PipelineError",
     "PipelineStage",
@@ -42,4 +44,5 @@ __all__ = [
     "init_device_mesh",
     "pipeline",
     "pipeline_yield",
+    "shard",
 ]

@@ -5,6 +5,7 @@ compiled when a schedule of torch.distributed.pipelining runs its first step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,15 +22,17 @@ from torch_xla_pp.graph import (
     finish,
     parameter_names,
     prepare,
+    sharding_outputs,
     tie_parameters,
     untied,
 )
-from torch_xla_pp.mesh import Partition
+from torch_xla_pp.mesh import AxisRules, LogicalAxes, Sharding, unmatched
 from torch_xla_pp.plan import SourceLike
 from torch_xla_pp.runtime import (
     SPLIT_MARK,
     XlaPipelineStage,
     move_factories_to,
+    shapes_of,
     trace_and_split,
 )
 from torch_xla_pp.runtime import Pipe as _TracedPipe
@@ -47,6 +50,7 @@ class Pipe(_TracedPipe):
         traced: The traced and split model; this object takes it over.
         prepared: What was found out about the model before it was split.
         names: All names of each parameter of the model.
+        activations: What of `AxisRules.activations` the trace has.
 
     Attributes:
         stage_graph: The stages and the values that flow between them; with their
@@ -58,7 +62,9 @@ class Pipe(_TracedPipe):
         traced: _TracedPipe,
         prepared: Prepared,
         names: Sequence[tuple[str, ...]],
+        activations: Mapping[str, LogicalAxes],
     ) -> None:
+        self._activations = activations
         finish(traced.split_gm, prepared)
         super().__init__(
             traced.split_gm,
@@ -93,7 +99,7 @@ class Pipe(_TracedPipe):
         group: dist.ProcessGroup | None = None,
         *,
         mesh: Any | None = None,
-        sharding: Mapping[str, Partition] | None = None,
+        sharding: Sharding | None = None,
         batch_axis: str | tuple[str, ...] | None = "auto",
         remat: Remat = "none",
     ) -> XlaPipelineStage:
@@ -104,11 +110,12 @@ class Pipe(_TracedPipe):
             device: `xpp.device()`.
             group: Group of the pipeline's ranks; None for the default group.
             mesh: SPMD mesh of this rank's devices, e.g. `mesh["data", "model"]`.
-            sharding: Glob pattern on parameter names → mesh axis per dimension,
-                e.g. `{"*.weight": ("model", None)}`; the first match counts, what
-                nothing matches is replicated.
+            sharding: `AxisRules`, or glob pattern on parameter names → mesh axis per
+                dimension, e.g. `{"*.weight": ("model", None)}`; the first match
+                counts, what nothing matches is replicated.
             batch_axis: Mesh axis that splits dimension 0 of inputs and activations;
-                "auto" takes the axis called "data" if there is one, None replicates.
+                "auto" takes what axis rules say of "batch", or else the axis called
+                "data" if there is one, None replicates.
             remat: Which forward values the backward computes again: "none" for those
                 under `torch.utils.checkpoint` only, "full" for all, or the ops whose
                 results are kept, e.g. `[torch.ops.aten.mm.default]`.
@@ -116,7 +123,12 @@ class Pipe(_TracedPipe):
         Raises:
             ValueError: An argument does not fit.
         """
+        if isinstance(sharding, AxisRules):
+            sharding = self._without_activations(sharding)
         module: nn.Module = nn.Module()
+        shapes: dict[str, tuple[int, ...]] = {}
+        for index in range(self.num_stages):
+            shapes |= shapes_of(self.get_stage_module(index))
         expected, sources, tied = None, None, None
         if 0 <= stage_index < self.num_stages:
             module = self.get_stage_module(stage_index)
@@ -137,17 +149,28 @@ class Pipe(_TracedPipe):
             inputs_from=sources,
             tied=tied,
             expected_inputs=expected,
+            whole_model=shapes,
         )
         if expected is not None:
             self._lay_out(stage)
         return stage
+
+    def _without_activations(self, rules: AxisRules) -> AxisRules:
+        """Return the rest of axis rules, as the trace has the activations."""
+        if rules.activations and rules.activations != self._activations:
+            raise ValueError(
+                "sharding: axis rules: expected the activations that the model was "
+                f"traced with, got {dict(rules.activations)}. Pass them to pipeline, "
+                "too: activations=rules.activations."
+            )
+        return replace(rules, activations={})
 
     def _lay_out(self, stage: XlaPipelineStage) -> None:
         """Write into the stage graph how the devices of this rank hold each value."""
         first = self.stage_graph.stages[0].inputs
         rows = next((value.shape[0] for value in first if value.shape), 1)
         self.stage_graph = self.stage_graph.with_shardings(
-            lambda shape: stage.sharding_text(shape, rows)
+            lambda shape, axes: stage.sharding_text(shape, rows, axes)
         )
 
     def _sources_of(self, stage: int) -> list[SourceLike]:
@@ -163,6 +186,8 @@ def pipeline(
     mb_kwargs: dict[str, Any] | None = None,
     split_spec: dict[str, SplitPoint] | None = None,
     split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+    *,
+    activations: Mapping[str, LogicalAxes] | None = None,
 ) -> Pipe:
     """Trace a model and split it into stages.
 
@@ -175,10 +200,12 @@ def pipeline(
         split_spec: Name of a submodule → where to split at it.
         split_policy: Splits the traced graph in another way; runs before the marks
             of `pipeline_yield` are looked at.
+        activations: Glob pattern on submodule names → logical axes of what they
+            return; `AxisRules.activations` of the rules for `Pipe.build_stage`.
 
     Raises:
         ValueError: `split_spec` names unknown submodules, or is given together with
-            a `split_policy`.
+            a `split_policy`; or `activations` do not fit the model.
         PlanError: The model cannot be split as its marks say.
 
     Example:
@@ -190,6 +217,8 @@ def pipeline(
         raise ValueError(
             "pipeline: expected split_spec or split_policy, got both. Leave one out."
         )
+    activations = dict(activations or {})
+    _check_activations(module, activations)
     names = parameter_names(module)
     prepared: list[Prepared] = []
 
@@ -198,9 +227,25 @@ def pipeline(
         prepared.append(prepare(traced, SPLIT_MARK))
         return traced
 
-    with marking_checkpoints(), untied(module, names):
+    with (
+        marking_checkpoints(),
+        untied(module, names),
+        sharding_outputs(module, activations),
+    ):
         split = trace_and_split(module, mb_args, mb_kwargs, split_spec or {}, policy)
-    return Pipe(split, prepared[-1], names)
+    return Pipe(split, prepared[-1], names, activations)
+
+
+def _check_activations(
+    module: nn.Module, activations: Mapping[str, LogicalAxes]
+) -> None:
+    """Refuse patterns that match no submodule."""
+    missing = unmatched(activations, [name for name, _ in module.named_modules()])
+    if missing:
+        raise ValueError(
+            "activations: expected patterns that match submodules of the model, got "
+            f"{', '.join(map(repr, missing))}. Correct them or leave them out."
+        )
 
 
 def _traced_inputs(module: nn.Module) -> list[torch.Tensor] | None:

@@ -9,6 +9,9 @@ the empty text means that the tensor has no annotation.
 import contextlib
 import functools
 import logging
+import math
+import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NewType
@@ -85,6 +88,39 @@ def annotate(tensor: Tensor, sharding: OpSharding) -> None:
     are on the device are downloaded and uploaded again.
     """
     _XLAC._xla_mark_sharding(tensor, sharding)
+
+
+def constrain(value: Tensor, sharding: OpSharding) -> Tensor:
+    """Return a pending copy of `value` that is laid out as `sharding`.
+
+    Values on the device are moved by the program that the copy is computed in; they
+    and their own sharding stay.
+    """
+    value = value.detach().clone()
+    _XLAC._xla_annotate_custom_sharding(value, sharding)
+    return value
+
+
+def product(
+    left: Tensor,
+    right: Tensor,
+    sums: tuple[Sequence[int], Sequence[int]],
+    batch: Sequence[int] = (),
+) -> Tensor:
+    """Multiply tensors of any dimensions.
+
+    Args:
+        left: A tensor.
+        right: Another one.
+        sums: The dimensions of each that are summed over, in pairs.
+        batch: Dimensions that both have and that stay.
+
+    Returns:
+        Has the dimensions `batch`, then what is left of `left`, then of `right`.
+    """
+    numbers = ((list(sums[0]), list(sums[1])), (list(batch), list(batch)))
+    result: Tensor = _XLAC._xla_dot_general(left, right, numbers)
+    return result
 
 
 def are_pending(tensors: Sequence[Tensor]) -> list[bool]:
@@ -176,11 +212,26 @@ def graph_parameters(outputs: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
     return list(ids), list(values)
 
 
-def compile_graph(outputs: Sequence[Tensor]) -> GraphHash:
-    """Compile the graph of pending `outputs` and return its hash."""
+def compile_graph(outputs: Sequence[Tensor]) -> tuple[GraphHash, str | None]:
+    """Compile the graph of pending `outputs`.
+
+    Returns:
+        Its hash, and its HLO after partitioning and optimization. torch_xla keeps
+        that text to itself; it is known only where XLA dumps it (`--xla_dump_to` and
+        `--xla_dump_hlo_as_text` in `XLA_FLAGS` from the start), and None if an equal
+        graph was compiled before.
+    """
+    before = _dumped()
     graph_hash = _XLAC._get_graph_hash(list(outputs))
     _XLAC._xla_warm_up_cache(list(outputs), [])
-    return GraphHash(graph_hash)
+    new = sorted(_dumped() - before)
+    return GraphHash(graph_hash), new[-1].read_text() if new else None
+
+
+def _dumped() -> set[Path]:
+    """Return the HLO texts that XLA has dumped so far."""
+    folders = re.findall(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    return set(Path(folders[-1]).glob("*after_optimizations.txt")) if folders else set()
 
 
 @contextlib.contextmanager
@@ -345,13 +396,25 @@ def custom_call(
     torch_xla tells graphs apart by `target` alone: it must differ for other shapes
     or dtypes, also for those outside of the per-device part. Results may need no
     order among themselves; a call whose results are unused is dropped.
+
+    The handler sees everything flat, in the order of rows: XLA may choose any order
+    of dimensions for a buffer that has several, and does not tell handlers which.
     """
+    flat = [_manual(operand.reshape(-1)) for operand in operands]
+    sizes = [[math.prod(shape)] for shape in shapes]
     results = _XLAC._xla_custom_call(
-        list(operands), target, list(shapes), list(dtypes), False, "", _TYPED_FFI, {}
+        flat, target, sizes, list(dtypes), False, "", _TYPED_FFI, {}
     )
-    for result in results:
-        _XLAC._xla_mark_sharding(result, _XLAC.OpSharding([], [], [], _MANUAL))
-    return list(results)
+    return [
+        _manual(_manual(result).reshape(list(shape)))
+        for result, shape in zip(results, shapes, strict=True)
+    ]
+
+
+def _manual(value: Tensor) -> Tensor:
+    """Say that `value` belongs to the part of a graph that is for one device."""
+    _XLAC._xla_mark_sharding(value, _XLAC.OpSharding([], [], [], _MANUAL))
+    return value
 
 
 def hlo_text(outputs: Sequence[Tensor]) -> str:

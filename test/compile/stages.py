@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import Forwarded, StagePrograms, export_joint
+from torch_xla_pp.compile import Constraints, Forwarded, StagePrograms, export_joint
 from torch_xla_pp.compile.partition import Remat
 
 
@@ -21,6 +21,7 @@ class Compiled:
         inputs: Sequence[Tensor],
         mesh: Any,
         remat: Remat = "none",
+        constraints: Constraints | None = None,
         **kwargs: Any,
     ) -> None:
         self.mesh = mesh
@@ -47,6 +48,7 @@ class Compiled:
             [self.rows(v) for v in inputs],
             dict.fromkeys(self.fixed, self.whole),
             remat=remat,
+            constraints=constraints,
         )
 
     def rows(self, value: Tensor) -> Any:

@@ -3,6 +3,7 @@
 from torch_xla_pp.compile.border import route_in, route_out
 from torch_xla_pp.compile.export import JointGraph, export_joint, marking_checkpoints
 from torch_xla_pp.compile.loss import LossProgram
+from torch_xla_pp.compile.lowering import Constraints
 from torch_xla_pp.compile.partition import (
     Function,
     Remat,
@@ -22,6 +23,7 @@ from torch_xla_pp.compile.stage_programs import (
 
 __all__ = [
     "Borders",
+    "Constraints",
     "Forwarded",
     "Function",
     "JointGraph",

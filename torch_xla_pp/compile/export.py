@@ -50,7 +50,8 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_xla_pp.errors import PipelineError
-from torch_xla_pp.graph import Template
+from torch_xla_pp.graph import SHARD, Template, axes_of, shard, shard_in_graph
+from torch_xla_pp.mesh import LogicalAxes
 
 _WRAPPED = "module."
 
@@ -58,6 +59,14 @@ _WRAPPED = "module."
 # copied from one trace to the next.
 _REGION = "ac_graph_id"
 _POLICY = "recompute"
+
+# These return their operand's value as it lies, maybe in another dtype.
+_SAME_VALUE = (
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.detach.default,
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -96,6 +105,23 @@ class JointGraph:
     selected: set[fx.Node] = field(default_factory=set)
 
     @property
+    def constraints(self) -> list[tuple[LogicalAxes, Tensor]]:
+        """Return the axes that `shard` was called with, each with its value's metadata.
+
+        Those of gradients are among them.
+        """
+        nodes = self.graph.graph.find_nodes(op="call_function", target=SHARD)
+        return [(axes_of(node.args[1]), node.meta["val"]) for node in nodes]
+
+    @property
+    def output_axes(self) -> list[LogicalAxes | None]:
+        """Return the axes of each output that comes from `shard`, None for others.
+
+        In between there may be a change of dtype.
+        """
+        return [_constraint_of(node) for node in self.outputs]
+
+    @property
     def num_random(self) -> int:
         """Return how many random operations the stage has."""
         return sum(is_random(node) for node in self.graph.graph.nodes)
@@ -107,6 +133,12 @@ class JointGraph:
         return list(zip(values, self.outputs_need_grad, strict=True))
 
 
+def _constraint_of(node: fx.Node) -> LogicalAxes | None:
+    while node.target in _SAME_VALUE:
+        node = node.all_input_nodes[0]
+    return axes_of(node.args[1]) if node.target is SHARD else None  # type: ignore[arg-type]
+
+
 def is_random(node: fx.Node) -> bool:
     """Return whether a node draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
@@ -114,6 +146,8 @@ def is_random(node: fx.Node) -> bool:
 
 class _Captures(TorchFunctionMode):
     """Put inputs of a trace in place of tensors that it reads from elsewhere.
+
+    Calls of `shard` become operators of the graph.
 
     Args:
         inputs: Pairs of a tensor from elsewhere and the input that stands for it.
@@ -131,6 +165,8 @@ class _Captures(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         args, kwargs = pytree.tree_map(self._replace, (args, kwargs or {}))
+        if function is shard:
+            function = shard_in_graph
         return function(*args, **kwargs)
 
     def _replace(self, value: Any) -> Any:
@@ -216,7 +252,13 @@ def _decomposed_dropout(
 # torch_xla 2.9 keeps the biased variance as batch norm's running variance; the
 # decomposition keeps the unbiased one, as eager does.
 _DECOMPOSITIONS = {
-    **get_decompositions([torch.ops.aten._native_batch_norm_legit_functional]),
+    **get_decompositions(
+        [
+            torch.ops.aten._native_batch_norm_legit_functional,
+            torch.ops.aten._native_batch_norm_legit.no_stats,
+            torch.ops.aten.native_batch_norm_backward,
+        ]
+    ),
     torch.ops.aten.native_dropout.default: _decomposed_dropout,
 }
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.constants import Constants
 from torch_xla_pp.compile.export import JointGraph, export_joint
+from torch_xla_pp.compile.lowering import Constraints
 from torch_xla_pp.compile.partition import value_and_grads
 from torch_xla_pp.compile.program import Program
 from torch_xla_pp.errors import PipelineError
@@ -42,6 +43,7 @@ class LossProgram:
         inputs: Examples of the outputs' tensors and of the target; only metadata
             counts.
         shardings: Sharding of each of them; gradients get the same.
+        constraints: How values lie meanwhile, None to leave that to XLA.
 
     Raises:
         PipelineError: The loss is no scalar, or has parameters of its own to train.
@@ -57,6 +59,7 @@ class LossProgram:
         output: Template,
         inputs: Sequence[Tensor],
         shardings: Sequence[xla_compat.OpSharding],
+        constraints: Constraints | None = None,
     ) -> None:
         module = _LossModule(function, output)
         joint = export_joint(module, inputs, {})
@@ -77,7 +80,7 @@ class LossProgram:
         names = [f"input:{i}" for i in range(len(inputs))]
         pins = {name: shardings[i] for i, name in self._grads.items()}
         pins[self._value] = xla_compat.replicated_sharding()
-        self._program = Program(piece, pins, names)
+        self._program = Program(piece, pins, names, constraints=constraints)
         self.dtype = joint.example_outputs[0][0].dtype
 
     def __call__(

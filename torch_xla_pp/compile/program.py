@@ -23,6 +23,7 @@ from torch import Tensor
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import border
 from torch_xla_pp.compile.border import TOKEN, Border, route_in, route_out
+from torch_xla_pp.compile.lowering import Constraints, Lowering
 from torch_xla_pp.compile.partition import Function
 from torch_xla_pp.errors import PipelineError
 
@@ -45,10 +46,12 @@ class Program:
         parts: Name of an input → names of inputs that it is the sum of.
         wanted: Names to return, of outputs, received values and sums; None for the
             function's outputs.
+        constraints: How values lie while it runs, None to leave that to XLA.
 
     Attributes:
         inputs: Names of the values that a call needs.
         outputs: Names of the values that a call returns.
+        hlo: The text of the compiled program, see `xla_compat.compile_graph`.
     """
 
     def __init__(
@@ -62,8 +65,10 @@ class Program:
         sent: Sequence[Border] = (),
         parts: Mapping[str, Sequence[str]] | None = None,
         wanted: Collection[str] | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
         self.function = function
+        self._constraints = constraints
         self._received = received
         self._sent = sent
         used = {*function.inputs, *border.names_of(sent), *(wanted or ())}
@@ -81,10 +86,16 @@ class Program:
         self._donated = [i for i, n in enumerate(self.inputs) if n in donated]
         self._expected: list[str] = []
         self._hash: xla_compat.GraphHash | None = None
+        self.hlo: str | None = None
         # Which input each parameter of the program is, and those that are none.
         self._names: list[str] = []
         self._captured: dict[str, Tensor] = {}
         self._has_seed = False
+
+    @property
+    def is_compiled(self) -> bool:
+        """Return whether the program has run before."""
+        return self._hash is not None
 
     def _needed(self, arriving: Collection[str]) -> tuple[str, ...]:
         """Return the names of what a call must pass in."""
@@ -137,7 +148,8 @@ class Program:
             outputs = self._compute(dict(zip(self.inputs, args, strict=True)))
         self._map_parameters(args, outputs)
         with xla_compat.donating([args[i] for i in self._donated]):
-            return xla_compat.compile_graph(outputs)
+            graph_hash, self.hlo = xla_compat.compile_graph(outputs)
+        return graph_hash
 
     def _compute(self, values: dict[str, Tensor]) -> list[Tensor]:
         """Receive, run the function and send; all of it pending."""
@@ -147,7 +159,7 @@ class Program:
             tokens.append(values[TOKEN])
         for name, parts in self._parts.items():
             values[name] = reduce(operator.add, [values[part] for part in parts])
-        results = self.function.module(*(values[n] for n in self.function.inputs))
+        results = self._run(values)
         values |= zip(self.function.outputs, results, strict=True)
         for name, sharding in self._pins.items():
             xla_compat.annotate(values[name], sharding)
@@ -155,6 +167,17 @@ class Program:
         if tokens:
             values[TOKEN] = reduce(operator.add, tokens)
         return [values[name] for name in self.outputs]
+
+    def _run(self, values: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        """Run the function, with its inputs as they lie where they are used."""
+        inputs = {name: values[name] for name in self.function.inputs}
+        if self._constraints is None:
+            return self.function.module(*inputs.values())  # type: ignore[no-any-return]
+        for name, sharding in self._constraints.used.items():
+            if name in inputs:
+                inputs[name] = xla_compat.constrain(inputs[name], sharding)
+        lowering = Lowering(self.function.module, self._constraints)
+        return lowering.run(*inputs.values())  # type: ignore[no-any-return]
 
     def _map_parameters(self, args: list[Tensor], outputs: list[Tensor]) -> None:
         """Find out which argument each parameter of the program is."""

@@ -20,6 +20,7 @@ from torch_xla_pp.compile import border
 from torch_xla_pp.compile.border import Border, is_route
 from torch_xla_pp.compile.constants import Constants
 from torch_xla_pp.compile.export import JointGraph
+from torch_xla_pp.compile.lowering import Constraints
 from torch_xla_pp.compile.partition import (
     Function,
     Remat,
@@ -102,6 +103,7 @@ class StagePrograms:
             and new buffers get the same.
         borders: What the programs receive and send themselves.
         remat: Which forward values are computed again in the backward.
+        constraints: How values lie while programs run, None to leave that to XLA.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class StagePrograms:
         borders: Borders | None = None,
         *,
         remat: Remat = "none",
+        constraints: Constraints | None = None,
     ) -> None:
         borders = borders or Borders()
         functions = partition_joint(joint, remat)
@@ -145,6 +148,7 @@ class StagePrograms:
             donated=donated,
             received=() if has_first else coming_back,
             parts={} if has_first else parts,
+            constraints=constraints,
         )
         self._backward_input = _program(
             functions.backward_input,
@@ -154,6 +158,7 @@ class StagePrograms:
             sent=going_back,
             parts=parts,
             wanted=grads | _reads(self._backward_weight),
+            constraints=constraints,
         )
         self._backward = _program(
             functions.backward,
@@ -164,6 +169,7 @@ class StagePrograms:
             sent=going_back,
             parts=parts,
             wanted=grads | sums,
+            constraints=constraints,
         )
         kept = _reads(self._backward) | _reads(self._backward_input)
         first = self._backward_input
@@ -187,6 +193,7 @@ class StagePrograms:
             received=arriving,
             sent=leaving,
             wanted=results | kept,
+            constraints=constraints,
         )
         self._inference = Program(
             functions.inference,
@@ -195,12 +202,25 @@ class StagePrograms:
             received=arriving,
             sent=leaving,
             wanted=results,
+            constraints=constraints,
         )
         self._sum_pins = {
             accumulator(role): fixed_shardings[role]
             for role in functions.parameter_grads
         }
         self._starts: dict[tuple[str, ...], Program] = {}
+
+    @property
+    def compiled(self) -> dict[str, Program]:
+        """Return the programs that have run so far, by what they do."""
+        programs = {
+            "forward": self._forward,
+            "inference": self._inference,
+            "backward": self._backward,
+            "backward input": self._backward_input,
+            "backward weight": self._backward_weight,
+        }
+        return {n: p for n, p in programs.items() if p is not None and p.is_compiled}
 
     @property
     def has_backward(self) -> bool:
@@ -357,6 +377,7 @@ def _program(
     parts: Mapping[str, Sequence[str]],
     sent: Sequence[Border] = (),
     wanted: set[str | None] | None = None,
+    constraints: Constraints | None,
 ) -> Program | None:
     """Make a program unless there is nothing for it to do."""
     has_passing = not {*border.names_of(received), *parts}.isdisjoint(wanted or ())
@@ -371,6 +392,7 @@ def _program(
         sent=sent,
         parts=parts,
         wanted=None if wanted is None else {n for n in wanted if n is not None},
+        constraints=constraints,
     )
 
 

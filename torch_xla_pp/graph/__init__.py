@@ -1,5 +1,12 @@
 """WHAT: the stages of a split model and the values that flow between them."""
 
+from torch_xla_pp.graph.constraints import (
+    SHARD,
+    axes_of,
+    shard,
+    shard_in_graph,
+    sharding_outputs,
+)
 from torch_xla_pp.graph.finish import describe, finish
 from torch_xla_pp.graph.marks import pipeline_yield
 from torch_xla_pp.graph.prepare import Prepared, prepare
@@ -20,6 +27,7 @@ from torch_xla_pp.graph.stage_graph import (
 from torch_xla_pp.graph.template import Slot, Template
 
 __all__ = [
+    "SHARD",
     "Prepared",
     "SharedParameter",
     "Slot",
@@ -29,12 +37,16 @@ __all__ = [
     "StageGraph",
     "StageValue",
     "Template",
+    "axes_of",
     "check_split_spec",
     "describe",
     "finish",
     "parameter_names",
     "pipeline_yield",
     "prepare",
+    "shard",
+    "shard_in_graph",
+    "sharding_outputs",
     "tie_parameters",
     "untied",
 ]

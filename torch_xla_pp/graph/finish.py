@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from torch_xla_pp.graph.constraints import SHARD, axes_of
 from torch_xla_pp.graph.flops import forward_flops
 from torch_xla_pp.graph.prepare import Prepared, carry
 from torch_xla_pp.graph.split import shared_parameters
@@ -15,6 +16,7 @@ from torch_xla_pp.graph.stage_graph import (
     StageGraph,
     StageValue,
 )
+from torch_xla_pp.mesh import LogicalAxes
 
 
 def finish(split: fx.GraphModule, prepared: Prepared) -> None:
@@ -116,9 +118,21 @@ def _edges(nodes: Sequence[fx.Node], modules: Sequence[nn.Module]) -> list[Stage
                     input=position,
                     shape=tuple(tensor.shape),
                     dtype=tensor.dtype,
+                    axes=_axes(modules[index[source]], output),
                 )
             )
     return edges
+
+
+def _axes(module: Any, index: int) -> LogicalAxes | None:
+    """Return the logical axes of a result, which a submodule may have computed."""
+    node, output = _source(_results(module)[index])
+    if not isinstance(node, fx.Node):
+        return None
+    if node.op == "call_module":
+        inner = module.get_submodule(str(node.target))
+        return _axes(inner, output) if hasattr(inner, "graph") else None
+    return axes_of(node.args[1]) if node.target is SHARD else None  # type: ignore[arg-type]
 
 
 def _value(node: Any) -> StageValue:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from torch_xla_pp.errors import PlanError
+from torch_xla_pp.mesh import LogicalAxes
 
 Source = tuple[int, int | None]
 
@@ -89,6 +90,7 @@ class StageEdge:
         input: Index of the value among its positional inputs.
         shape: Shape of the value for one microbatch, None if unknown.
         dtype: Its dtype, None if unknown.
+        axes: Logical axes that `shard` gave it, None if it does not come from there.
         sharding: Text of its sharding, None if unknown.
     """
 
@@ -98,6 +100,7 @@ class StageEdge:
     input: int
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
+    axes: LogicalAxes | None = None
     sharding: str | None = None
 
     @property
@@ -249,17 +252,17 @@ class StageGraph:
         }
 
     def with_shardings(
-        self, sharding_of: Callable[[tuple[int, ...]], str]
+        self, sharding_of: Callable[[tuple[int, ...], LogicalAxes | None], str]
     ) -> "StageGraph":
         """Return the graph with the sharding of each value of known shape.
 
         Args:
-            sharding_of: Shape → text of the sharding.
+            sharding_of: Shape and logical axes → text of the sharding.
         """
         edges = tuple(
             edge
             if edge.shape is None
-            else replace(edge, sharding=sharding_of(edge.shape))
+            else replace(edge, sharding=sharding_of(edge.shape, edge.axes))
             for edge in self.edges
         )
         return replace(self, edges=edges)

@@ -1,22 +1,35 @@
 """WHERE: the axes of a job, and how values lie on one rank's devices. Pure values."""
 
+from torch_xla_pp.mesh import presets
+from torch_xla_pp.mesh.axis_rules import AxisRules, LogicalAxes, first_match, unmatched
+from torch_xla_pp.mesh.hlo_collectives import Collective, collectives_of
 from torch_xla_pp.mesh.hlo_sharding import (
     REPLICATED,
     OpShardingArgs,
     parse_sharding,
 )
 from torch_xla_pp.mesh.layout import MeshLayout, launch_hint
-from torch_xla_pp.mesh.local_mesh import LocalMesh, Partition, TensorSpec
-from torch_xla_pp.mesh.rules import match_rules
+from torch_xla_pp.mesh.local_mesh import Axis, LocalMesh, Partition, TensorSpec
+from torch_xla_pp.mesh.rules import Sharding, assign_partitions, match_rules
 
 __all__ = [
+    "Axis",
+    "AxisRules",
+    "Collective",
     "LocalMesh",
+    "LogicalAxes",
     "MeshLayout",
     "OpShardingArgs",
     "Partition",
     "REPLICATED",
+    "Sharding",
     "TensorSpec",
+    "assign_partitions",
+    "collectives_of",
+    "first_match",
     "launch_hint",
     "match_rules",
     "parse_sharding",
+    "presets",
+    "unmatched",
 ]

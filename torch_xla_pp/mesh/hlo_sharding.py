@@ -130,10 +130,23 @@ def _partial(ids: list[int], tiles: list[int]) -> OpShardingArgs:
 def _device_ids(match: re.Match[str]) -> list[int]:
     if match["ids"] is not None:
         return _numbers(match["ids"])
-    shape = _numbers(match["iota"])
-    order = _numbers(match["order"]) if match["order"] else list(range(len(shape)))
+    return device_ids(match["iota"], match["order"])
+
+
+def device_ids(iota: str, permutation: str | None) -> list[int]:
+    """Return device ids that are written as a permuted iota.
+
+    Args:
+        iota: Sizes of the dimensions, e.g. "2,4".
+        permutation: The order in which dimensions are gone through, None for theirs.
+
+    Raises:
+        ValueError: The order is none of the dimensions.
+    """
+    shape = _numbers(iota)
+    order = _numbers(permutation) if permutation else list(range(len(shape)))
     if sorted(order) != list(range(len(shape))):
-        raise _malformed(match.string)
+        raise _malformed(f"{{<=[{iota}]T({permutation})}}")
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     ids = [0]
     for dim in order:

@@ -9,7 +9,8 @@ Axis = str | tuple[str, ...] | None
 Partition = tuple[Axis, ...]
 
 
-def _axis_names(axis: Axis) -> tuple[str, ...]:
+def axis_names(axis: Axis) -> tuple[str, ...]:
+    """Return the mesh axes that split a dimension, none for None."""
     if axis is None:
         return ()
     return (axis,) if isinstance(axis, str) else axis
@@ -38,7 +39,7 @@ class LocalMesh:
     def axis_size(self, axis: Axis) -> int:
         """Return over how many devices `axis` splits a dimension."""
         sizes = dict(zip(self.names, self.shape, strict=True))
-        return math.prod(sizes[name] for name in _axis_names(axis))
+        return math.prod(sizes[name] for name in axis_names(axis))
 
     def shard_shape(self, shape: tuple[int, ...], partition: Partition) -> list[int]:
         """Return the shape of one device's part of a tensor, padding included."""
@@ -55,7 +56,7 @@ class LocalMesh:
         """List what does not fit between a tensor's shape and its partition."""
         if len(partition) != len(shape):
             return [f"expected {len(shape)} entries, one per dimension"]
-        used = [name for axis in partition for name in _axis_names(axis)]
+        used = [name for axis in partition for name in axis_names(axis)]
         found = [
             f"unknown axis {name!r}, the mesh has {self.names}"
             for name in used
@@ -91,6 +92,11 @@ class TensorSpec:
     dtype: torch.dtype
     partition: Partition
     requires_grad: bool = False
+
+    def shard_bytes(self, mesh: LocalMesh) -> int:
+        """Return the bytes of one device's part."""
+        shape = mesh.shard_shape(self.shape, self.partition)
+        return math.prod(shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"

@@ -1,9 +1,40 @@
 """Sharding rules: parameter name patterns and the partitions they ask for."""
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 
+from torch_xla_pp.mesh.axis_rules import AxisRules, first_match
 from torch_xla_pp.mesh.local_mesh import LocalMesh, Partition
+
+Sharding = AxisRules | Mapping[str, Partition]
+
+
+def assign_partitions(
+    sharding: Sharding,
+    shapes: Mapping[str, tuple[int, ...]],
+    mesh: LocalMesh,
+    *,
+    whole_model: Mapping[str, tuple[int, ...]] | None = None,
+) -> dict[str, Partition]:
+    """Assign a partition to each tensor whose name matches something.
+
+    Args:
+        sharding: Axis rules, or a table for `match_rules`.
+        shapes: Name → shape of the parameters and buffers of one stage.
+        mesh: The devices of the rank.
+        whole_model: Those of all stages, None if they are not known. Axis rules must
+            then fit all of them, and each pattern must match something.
+
+    Returns:
+        Name → partition.
+
+    Raises:
+        ValueError: A rule does not fit; all faults are listed, one a line.
+    """
+    if not isinstance(sharding, AxisRules):
+        return match_rules(sharding, shapes, mesh)
+    everything = shapes if whole_model is None else {**whole_model, **shapes}
+    partitions = sharding.resolve(everything, mesh, whole_model=whole_model)
+    return {name: p for name, p in partitions.items() if name in shapes}
 
 
 def match_rules(
@@ -29,7 +60,7 @@ def match_rules(
     matched: dict[str, Partition] = {}
     found = []
     for name, shape in shapes.items():
-        pattern = next((p for p in rules if fnmatchcase(name, p)), None)
+        pattern = first_match(rules, name)
         if pattern is None:
             continue
         partition = tuple(rules[pattern])

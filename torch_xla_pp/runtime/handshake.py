@@ -24,11 +24,13 @@ class StageClaim:
         index: Index of the stage.
         inputs: What it takes from other stages.
         shared: Group of a shared parameter → a text that is equal for equal copies.
+        patterns: Pattern of its axis rules → whether something in it matches.
     """
 
     index: int
     inputs: StageInputs
     shared: Mapping[str, str] = field(default_factory=dict)
+    patterns: Mapping[str, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +123,8 @@ def claim_faults(claims: Sequence[Claim]) -> list[str]:
             f"transport: expected the same on every rank, got {transports}. Set "
             "TORCH_XLA_PP_TRANSPORT=host, or see the warnings of the ranks with host."
         )
-    return faults + _place_faults(claims) + _shared_faults(claims)
+    faults += _place_faults(claims) + _shared_faults(claims)
+    return faults + _pattern_faults(claims)
 
 
 def _place_faults(claims: Sequence[Claim]) -> list[str]:
@@ -161,6 +164,20 @@ def _shared_faults(claims: Sequence[Claim]) -> list[str]:
                 f"{', '.join(texts)}. Load the same values on every stage."
             )
     return faults
+
+
+def _pattern_faults(claims: Sequence[Claim]) -> list[str]:
+    """List the patterns of axis rules that match nothing in any stage."""
+    found: dict[str, bool] = {}
+    for stage in (stage for claim in claims for stage in claim.stages):
+        for pattern, is_matched in stage.patterns.items():
+            found[pattern] = is_matched or found.get(pattern, False)
+    return [
+        f"sharding: axis rules: pattern {pattern} matches nothing in any stage. "
+        "Correct it, or leave it out."
+        for pattern, is_matched in found.items()
+        if not is_matched
+    ]
 
 
 def check_fits(

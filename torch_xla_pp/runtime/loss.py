@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import LossProgram
+from torch_xla_pp.compile import Constraints, LossProgram
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.graph import Template
 from torch_xla_pp.mesh import TensorSpec
@@ -51,6 +51,9 @@ class StageLoss:
     ) -> None:
         self.function = function
         self._placement = placement
+        self._constraints = (
+            None if placement.rules is None else Constraints(placement.constraint)
+        )
         self._scale_value = scale
         self._scales: dict[torch.dtype, Tensor] = {}
         self._programs: dict[_Key, LossProgram | None] = {}
@@ -94,7 +97,9 @@ class StageLoss:
         examples = [example_of(spec) for spec in key.inputs]
         shardings = [self._placement.sharding(spec.partition) for spec in key.inputs]
         try:
-            return LossProgram(self.function, key.output, examples, shardings)
+            return LossProgram(
+                self.function, key.output, examples, shardings, self._constraints
+            )
         except PipelineError:
             raise
         except Exception as error:

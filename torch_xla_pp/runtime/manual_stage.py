@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_xla_pp.compile import Remat
-from torch_xla_pp.mesh import Partition
+from torch_xla_pp.mesh import Sharding
 from torch_xla_pp.plan import InputsFrom
 from torch_xla_pp.runtime.placement import AUTO, BatchAxis
 from torch_xla_pp.runtime.stage import XlaPipelineStage
@@ -33,9 +33,10 @@ class PipelineStage(XlaPipelineStage):
             default group.
         dw_builder: Not supported: the backward is always split by the compiler.
         mesh: SPMD mesh of this rank's devices.
-        sharding: Glob pattern on parameter names → mesh axis per dimension.
-        batch_axis: Mesh axis that splits the batch; "auto" takes the axis called
-            "data" if there is one.
+        sharding: `AxisRules` for the whole model, or glob pattern on parameter names
+            → mesh axis per dimension.
+        batch_axis: Mesh axis that splits the batch; "auto" takes what axis rules say of
+            "batch", or else the axis called "data" if there is one.
         inputs_from: Which stages make the first arguments of the module: `[0, (1, 2)]`
             for the output of stage 0 and item 2 of that of stage 1, `{"x": 0}` for
             keyword arguments, `[]` for none; None for the previous stage, the items
@@ -68,7 +69,7 @@ class PipelineStage(XlaPipelineStage):
         dw_builder: Any = None,
         *,
         mesh: Any | None = None,
-        sharding: Mapping[str, Partition] | None = None,
+        sharding: Sharding | None = None,
         batch_axis: BatchAxis = AUTO,
         inputs_from: InputsFrom | None = None,
         tied: Mapping[str, str] | None = None,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import StagePrograms, accumulator
+from torch_xla_pp.compile import Constraints, StagePrograms, accumulator
 from torch_xla_pp.errors import PipelineError
-from torch_xla_pp.mesh import Partition, match_rules
+from torch_xla_pp.mesh import Sharding, assign_partitions
 from torch_xla_pp.runtime.memory import device_bytes
 from torch_xla_pp.runtime.placement import Placement
 
@@ -26,7 +26,8 @@ class ModuleState:
         module: The stage's module, on the host, on meta, or on the XLA device; moved
             in place. Parameters that are shared inside the module stay shared.
         placement: The devices of this rank.
-        rules: Sharding rules, see `mesh.match_rules`.
+        sharding: How parameters lie, see `mesh.assign_partitions`.
+        whole_model: Name → shape of what all stages have, None if that is not known.
 
     Raises:
         ValueError: A rule does not fit a parameter.
@@ -40,7 +41,8 @@ class ModuleState:
         self,
         module: nn.Module,
         placement: Placement,
-        rules: Mapping[str, Partition],
+        sharding: Sharding,
+        whole_model: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self._module = module
         self._placement = placement
@@ -51,8 +53,9 @@ class ModuleState:
         self._before: dict[str, Tensor] = {}
         self.copies: set[str] = set()
         self.fixed: dict[str, Tensor] = {}
-        shapes = {name: tuple(t.shape) for name, t in _named_tensors(module)}
-        self._partitions = match_rules(rules, shapes, placement.local)
+        self._partitions = assign_partitions(
+            sharding, shapes_of(module), placement.local, whole_model=whole_model
+        )
         self._unloaded = _materialize_meta(module)
         self._move()
         self._states = {name: _state_of(t) for name, t in _named_tensors(module)}
@@ -67,6 +70,17 @@ class ModuleState:
     def shardings(self) -> dict[str, xla_compat.OpSharding]:
         """Return the sharding of every parameter and buffer, by role."""
         return {r: xla_compat.sharding_of(value) for r, value in self.fixed.items()}
+
+    def constraints(self) -> Constraints | None:
+        """Return how values lie while programs run, None if no axis rules say so."""
+        placement = self._placement
+        if placement.rules is None:
+            return None
+        used = placement.rules.used(shapes_of(self._module), self._partitions)
+        return Constraints(
+            placement.constraint,
+            {f"param:{name}": placement.sharding(p) for name, p in used.items()},
+        )
 
     def begin_step(self) -> None:
         """Bring all values onto the device and forget the sums of the last step.
@@ -166,7 +180,7 @@ class ModuleState:
                         name = f"{prefix}.{key}" if prefix else key
                         moved[id(value)] = self._moved(name, value)
                     slots[key] = moved[id(value)]
-        for name, value in _named_tensors(self._module):
+        for name, value in _all_names(self._module):
             if not xla_compat.sharding_texts([value])[0] and name in self._partitions:
                 sharding = self._placement.sharding(self._partitions[name])
                 xla_compat.annotate(value, sharding)
@@ -230,6 +244,18 @@ def _texts(tensors: list[Tensor]) -> list[str]:
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers(remove_duplicate=False)]
+
+
+def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of parameters and buffers, under all of their names."""
+    return {name: tuple(value.shape) for name, value in _all_names(module)}
+
+
+def _all_names(module: nn.Module) -> list[tuple[str, Tensor]]:
+    named: list[tuple[str, Tensor]] = []
+    named += module.named_parameters(remove_duplicate=False)
+    named += module.named_buffers(remove_duplicate=False)
+    return named
 
 
 def _roles(module: nn.Module) -> dict[str, Tensor]:

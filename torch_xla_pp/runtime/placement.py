@@ -1,6 +1,7 @@
 """Lay values out over the devices of one rank."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ from torch import Tensor
 from torch_xla_pp import xla_compat
 from torch_xla_pp.mesh import (
     REPLICATED,
+    AxisRules,
     LocalMesh,
+    LogicalAxes,
     OpShardingArgs,
     Partition,
     TensorSpec,
@@ -22,6 +25,7 @@ BatchAxis = str | tuple[str, ...] | None
 
 AUTO = "auto"
 _DATA_AXIS = "data"
+_BATCH = "batch"
 
 
 class Placement:
@@ -30,13 +34,17 @@ class Placement:
     Args:
         mesh: The SPMD mesh of this rank; None for one unnamed axis over all devices.
         batch_axis: The axis that dimension 0 of microbatches is split over, None to
-            replicate them, "auto" for the axis called "data" if there is one.
+            replicate them, "auto" for what `rules` say of the logical axis "batch",
+            or else for the axis called "data" if there is one.
+        rules: What logical axes mean, None if nothing is said of them.
 
     Raises:
         ValueError: The mesh does not span all local devices, or lacks the axis.
     """
 
-    def __init__(self, mesh: Any | None, batch_axis: BatchAxis) -> None:
+    def __init__(
+        self, mesh: Any | None, batch_axis: BatchAxis, rules: AxisRules | None = None
+    ) -> None:
         count = xla_compat.num_local_devices()
         if mesh is None:
             mesh = xs.Mesh(np.arange(count), (count,), ("devices",))
@@ -46,15 +54,20 @@ class Placement:
                 f"mesh: expected a mesh over all {count} local devices, got shape "
                 f"{tuple(mesh.mesh_shape)}. Slice it out of init_device_mesh's result."
             )
-        if batch_axis == AUTO:
+        is_auto = batch_axis == AUTO
+        if is_auto:
             batch_axis = _DATA_AXIS if _DATA_AXIS in names else None
+            if rules is not None and _BATCH in rules.axes:
+                batch_axis = rules.axes[_BATCH]
+        self.rules = rules
         self.local = LocalMesh(names=names, shape=tuple(mesh.mesh_shape))
         self._mesh = mesh
         self._layouts: dict[TensorSpec, ShardLayout] = {}
         self._zeros: dict[TensorSpec, Tensor] = {}
         self._batch_axis = batch_axis
         wanted = (batch_axis,) if isinstance(batch_axis, str) else batch_axis or ()
-        unknown = [name for name in wanted if name not in names]
+        # Unknown axes of rules are told with all else that is wrong with these.
+        unknown = [name for name in wanted if name not in names and not is_auto]
         if unknown:
             raise ValueError(
                 f"batch_axis: expected axes of the local mesh {names}, got {unknown}. "
@@ -74,6 +87,40 @@ class Placement:
                 f"{self._batch_axis!r} of {size} devices: expected a multiple of "
                 f"{size}. Change the batch size or the number of microbatches."
             )
+
+    def layout_of(
+        self, axes: LogicalAxes | None, shape: tuple[int, ...], rows: int
+    ) -> Partition:
+        """Return how a value lies that is between stages.
+
+        Args:
+            axes: The logical axes that it was given, None if none were.
+            shape: Its shape.
+            rows: Rows of a microbatch.
+        """
+        if axes is None or self.rules is None:
+            return self.batch_partition(shape, rows)
+        return self.rules.partition(axes, shape, self.local)[0]
+
+    def constraint(self, axes: LogicalAxes) -> xla_compat.OpSharding:
+        """Return torch_xla's sharding for logical axes that `rules` know."""
+        rules = self.rules or AxisRules()
+        return self.sharding(
+            tuple(None if name is None else rules.mesh_axis(name) for name in axes)
+        )
+
+    def constraint_faults(
+        self, constraints: Iterable[tuple[LogicalAxes, Tensor]]
+    ) -> list[str]:
+        """List what is wrong with calls of `shard`, given as axes and values."""
+        if self.rules is None:
+            return []
+        found = {
+            f"shard of a value of shape {list(value.shape)} as {axes}: {fault}"
+            for axes, value in constraints
+            for fault in self.rules.partition(axes, tuple(value.shape), self.local)[1]
+        }
+        return sorted(found)
 
     def batch_partition(self, shape: tuple[int, ...], rows: int) -> Partition:
         """Return the partition of a value, split if its dimension 0 is the batch."""

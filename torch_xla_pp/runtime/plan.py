@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import JointGraph, Remat, StagePrograms, export_joint
 from torch_xla_pp.errors import PipelineError, StageShapeError
-from torch_xla_pp.graph import Template
-from torch_xla_pp.mesh import Partition, TensorSpec
+from torch_xla_pp.graph import Template, sharding_outputs
+from torch_xla_pp.mesh import AxisRules, Partition, TensorSpec
 from torch_xla_pp.plan import Fan, Value
 from torch_xla_pp.runtime.links import Links
 from torch_xla_pp.runtime.memory import Sizes
@@ -182,16 +182,20 @@ class StagePlan:
         Raises:
             StageShapeError: The module cannot run on the inputs, or its outputs are
                 not what was declared.
+            ValueError: A call of `shard` does not fit its value or the rules.
         """
         if mode not in self._variants:
-            joint = self._export(module)
+            joint = self._export(module, placement.rules)
+            self._check_constraints(placement, joint)
             outputs = tuple(
                 spec_of(
                     value,
-                    placement.batch_partition(tuple(value.shape), self.rows),
+                    placement.layout_of(axes, tuple(value.shape), self.rows),
                     needs_grad,
                 )
-                for value, needs_grad in joint.example_outputs
+                for (value, needs_grad), axes in zip(
+                    joint.example_outputs, joint.output_axes, strict=True
+                )
             )
             self._check_outputs(outputs)
             links = link(outputs, joint.output_template)
@@ -202,24 +206,36 @@ class StagePlan:
                 state.shardings(),
                 links.borders,
                 remat=self.remat,
+                constraints=state.constraints(),
             )
             self._variants[mode] = Variant(
                 programs, outputs, links, joint.num_random, Sizes()
             )
         return self._variants[mode]
 
-    def _export(self, module: nn.Module) -> JointGraph:
+    def _check_constraints(self, placement: Placement, joint: JointGraph) -> None:
+        faults = placement.constraint_faults(joint.constraints)
+        if faults:
+            raise ValueError(
+                f"stage {self.stage}: expected calls of shard that fit the axis rules "
+                "and the shapes, got:\n  " + "\n  ".join(faults) + "\nCorrect the "
+                "calls, or add the names to AxisRules.axes."
+            )
+
+    def _export(self, module: nn.Module, rules: AxisRules | None) -> JointGraph:
         received = [example_of(spec) for spec in self.received]
         given = [example_of(spec) for spec in self.given]
         args, kwargs = self.arguments.fill(received)
         more_args, more_kwargs = self.signature.fill(given)
+        activations = {} if rules is None else rules.activations
         try:
-            return export_joint(
-                module,
-                [*args, *more_args],
-                {**kwargs, **more_kwargs},
-                [*received, *given],
-            )
+            with sharding_outputs(module, activations):
+                return export_joint(
+                    module,
+                    [*args, *more_args],
+                    {**kwargs, **more_kwargs},
+                    [*received, *given],
+                )
         except PipelineError:
             raise
         except Exception as error:

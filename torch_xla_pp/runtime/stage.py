@@ -25,15 +25,16 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import Remat, StagePrograms, check_remat, tangent
 from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.graph import Template
-from torch_xla_pp.mesh import Partition, TensorSpec
+from torch_xla_pp.mesh import AxisRules, LogicalAxes, Sharding, TensorSpec, unmatched
 from torch_xla_pp.plan import InputsFrom, StageInputs, Wiring
 from torch_xla_pp.runtime import handshake
 from torch_xla_pp.runtime.exchange import Exchange
+from torch_xla_pp.runtime.explanation import Explanation, bytes_of, costs_of
 from torch_xla_pp.runtime.handshake import Claim, StageClaim
 from torch_xla_pp.runtime.links import Ends, Links
 from torch_xla_pp.runtime.loss import StageLoss
-from torch_xla_pp.runtime.memory import Shelf, StageMemory
-from torch_xla_pp.runtime.module_state import ModuleState
+from torch_xla_pp.runtime.memory import Shelf, StageMemory, device_bytes
+from torch_xla_pp.runtime.module_state import ModuleState, shapes_of
 from torch_xla_pp.runtime.orders import order_of
 from torch_xla_pp.runtime.placement import AUTO, BatchAxis, Placement
 from torch_xla_pp.runtime.plan import (
@@ -89,9 +90,10 @@ class XlaPipelineStage(SilentStage):
         device: `xpp.device()`.
         group: Group of the pipeline's ranks, of backend "xla_pp".
         mesh: SPMD mesh of this rank's devices, e.g. `mesh["data", "model"]`.
-        sharding: Glob pattern on parameter names → mesh axis per dimension.
-        batch_axis: Mesh axis that splits the batch; "auto" takes the axis called
-            "data" if there is one.
+        sharding: `AxisRules`, or glob pattern on parameter names → mesh axis per
+            dimension.
+        batch_axis: Mesh axis that splits the batch; "auto" takes what axis rules say of
+            "batch", or else the axis called "data" if there is one.
         remat: Which forward values the backward computes again: "none" for those under
             `torch.utils.checkpoint` only, "full" for all, or the ops whose results
             are kept, e.g. `[torch.ops.aten.mm.default]`.
@@ -102,6 +104,7 @@ class XlaPipelineStage(SilentStage):
         expected_inputs: What the positional inputs must look like, None if anything
             the module takes is right.
         expected_outputs: What the outputs must look like, likewise.
+        whole_model: Name → shape of what all stages have, None if that is not known.
 
     Raises:
         ValueError: An argument does not fit; raised on every rank in its first step
@@ -117,13 +120,14 @@ class XlaPipelineStage(SilentStage):
         group: dist.ProcessGroup | None = None,
         *,
         mesh: Any | None = None,
-        sharding: Mapping[str, Partition] | None = None,
+        sharding: Sharding | None = None,
         batch_axis: BatchAxis = AUTO,
         remat: Remat = "none",
         inputs_from: InputsFrom | None = None,
         tied: Mapping[str, str] | None = None,
         expected_inputs: Sequence[Tensor] | None = None,
         expected_outputs: Sequence[Tensor] | None = None,
+        whole_model: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self._pg = of_group(group)
         with self._pg.rendezvous.reporting():
@@ -132,8 +136,16 @@ class XlaPipelineStage(SilentStage):
             check_remat(remat)
             self._inputs_from = StageInputs.of(stage_index, inputs_from)
             super().__init__(submodule, stage_index, num_stages, device, group)
-            self._placement = Placement(mesh, batch_axis)
-            self._state = ModuleState(submodule, self._placement, sharding or {})
+            rules = sharding if isinstance(sharding, AxisRules) else None
+            self._placement = Placement(mesh, batch_axis, rules)
+            # Before parameters have a new life on the device.
+            self._patterns = _matched_patterns(rules, submodule, whole_model)
+            self._state = ModuleState(
+                submodule,
+                self._placement,
+                {} if sharding is None else sharding,
+                whole_model,
+            )
             self._exchange = Exchange(self._pg)
             self._shared = SharedParameters(
                 stage_index, submodule, tied or {}, self._exchange
@@ -165,6 +177,27 @@ class XlaPipelineStage(SilentStage):
             state_bytes=self._state.num_bytes,
         )
 
+    def explain(self) -> Explanation:
+        """Return what the stage costs on each device; print it to read it.
+
+        Programs are those of the last step, known once it has begun. Their collectives
+        are counted in what XLA dumps, if `XLA_FLAGS` ask for that.
+
+        Raises:
+            PipelineError: No step has begun yet.
+        """
+        plan = self._plan()
+        variant = self._variant(plan)
+        mesh = self._placement.local
+        return Explanation(
+            stage=self.stage_index,
+            num_parameters=sum(p.numel() for p in self.submod.parameters()),
+            parameter_bytes=sum(device_bytes([*self._state.fixed.values()])),
+            received_bytes=bytes_of(plan.received, mesh),
+            sent_bytes=bytes_of(variant.outputs, mesh),
+            programs=costs_of(variant.programs.compiled, mesh),
+        )
+
     def owned_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by name, without copies that an earlier stage owns.
 
@@ -184,14 +217,17 @@ class XlaPipelineStage(SilentStage):
         state = self.submod.state_dict()
         return {name: value for name, value in state.items() if name not in copies}
 
-    def sharding_text(self, shape: tuple[int, ...], rows: int) -> str:
+    def sharding_text(
+        self, shape: tuple[int, ...], rows: int, logical: LogicalAxes | None = None
+    ) -> str:
         """Return how this rank holds an activation, an axis or None per dimension.
 
         Args:
             shape: Shape of the value.
             rows: Rows of a microbatch.
+            logical: What `shard` called its dimensions, None if nothing.
         """
-        axes = self._placement.batch_partition(shape, rows)
+        axes = self._placement.layout_of(logical, shape, rows)
         return f"({', '.join(map(str, axes))})"
 
     # Called by a schedule at the start of every step.
@@ -282,6 +318,7 @@ class XlaPipelineStage(SilentStage):
             index=self.stage_index,
             inputs=self._inputs_from,
             shared=self._shared.describe(),
+            patterns=self._patterns,
         )
 
     def _expect_messages(self, wiring: Wiring) -> None:
@@ -644,6 +681,23 @@ def _check_kwargs(kwargs: Mapping[str, Any], plans: Sequence[StagePlan]) -> None
             f"step: expected keyword arguments that {stages} of this rank takes, got "
             f"{', '.join(unknown)}. Pass them on the rank of the stage that takes them."
         )
+
+
+def _matched_patterns(
+    rules: AxisRules | None,
+    module: nn.Module,
+    whole_model: Mapping[str, tuple[int, ...]] | None,
+) -> dict[str, bool]:
+    """Return which patterns match something, of those to be checked by all ranks."""
+    if rules is None or whole_model is not None:
+        return {}
+    modules = [name for name, _ in module.named_modules() if name]
+    found: dict[str, bool] = {}
+    for table, names in (("parameters", shapes_of(module)), ("activations", modules)):
+        patterns = getattr(rules, table)
+        missing = unmatched(patterns, names)
+        found |= {f"{p!r} of {table}": p not in missing for p in patterns}
+    return found
 
 
 def _check_index(stage_index: int, num_stages: int) -> None:

@@ -1,0 +1,166 @@
+"""Axis rules shard a stage, and change no number.
+
+Tolerance 1e-5 of the largest value of a tensor, float32: sums are taken in another
+order.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from joining import join
+from runtime.sharded import (
+    LENGTH,
+    PATTERNS,
+    PRESETS,
+    ROWS,
+    WIDTH,
+    Job,
+    Model,
+    Report,
+    build,
+    train,
+)
+from torch.distributed.pipelining import ScheduleGPipe
+from torchrun import torchrun
+
+import torch_xla_pp as xpp
+from torch_xla_pp.testing import Worlds
+
+pytestmark = pytest.mark.worlds
+
+
+def check(reports: list[Report]) -> None:
+    for report in reports:
+        wrong = {k: v for k, v in report.errors.items() if not v < 1e-5}
+        assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    ("preset", "frontend"),
+    [
+        ("tp", "traced"),
+        ("fsdp", "manual"),
+        ("dp+tp", "traced"),
+        ("dp+tensor_sequence", "manual"),
+    ],
+)
+def test_presets_train_as_one_process(
+    worlds: Worlds, preset: str, frontend: str
+) -> None:
+    job = Job(rules=PRESETS[preset] | PATTERNS, frontend=frontend)
+    check(worlds.run(train, ranks=2, devices=4, args=(job,)))
+
+
+def test_an_activation_crosses_as_it_was_laid_out(worlds: Worlds) -> None:
+    """Between stages the sequence is split over the axis that splits heads inside."""
+    job = Job(rules=PRESETS["dp+tensor_sequence"] | PATTERNS)
+    first, last = worlds.run(train, ranks=2, devices=4, args=(job,))
+    check([first, last])
+    value = 4 * ROWS * LENGTH * WIDTH
+    assert first.explanation.sent_bytes == value // 4
+    assert last.explanation.received_bytes == value // 4
+
+
+@pytest.mark.parametrize("frontend", ["traced", "manual"])
+def test_outputs_of_submodules_may_be_laid_out_by_name(
+    worlds: Worlds, frontend: str
+) -> None:
+    whole = xpp.AxisRules(activations={"blocks.[0-9]": ("batch", "sequence", "mlp")})
+    job = Job(rules=PRESETS["dp+tp"] | PATTERNS | whole, frontend=frontend)
+    first, last = worlds.run(train, ranks=2, devices=4, args=(job,))
+    check([first, last])
+    assert first.explanation.sent_bytes == 4 * ROWS * LENGTH * WIDTH // 4
+
+
+def wrong(rules: xpp.AxisRules, frontend: str) -> str:
+    join()
+    job = Job(rules=rules, frontend=frontend)
+    try:
+        stage = build(job, Model())
+        schedule = ScheduleGPipe(stage, 2)
+        batch = torch.zeros(2 * ROWS, LENGTH, WIDTH)
+        schedule.step(*[batch] if stage.is_first else [])
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("frontend", "fault"),
+    [
+        ("traced", "pattern 'tail.*' matches no parameter of the model"),
+        ("manual", "pattern 'tail.*' of parameters matches nothing in any stage"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_told_on_every_rank(
+    worlds: Worlds, frontend: str, fault: str
+) -> None:
+    tail = xpp.AxisRules(parameters={"tail.*": ("mlp",)})
+    args = (PRESETS["tp"] | PATTERNS | tail, frontend)
+    for text in worlds.run(wrong, ranks=2, devices=4, args=args, keep_workers=True):
+        assert fault in text
+
+
+def test_a_name_that_rules_do_not_have_is_told_with_the_stage(worlds: Worlds) -> None:
+    rules = xpp.AxisRules(axes={"batch": "data", "embed": None, "mlp": None})
+    for text in worlds.run(
+        wrong, ranks=2, devices=4, args=(rules, "manual"), keep_workers=True
+    ):
+        assert "ValueError: stage 0: expected calls of shard that fit" in text
+        assert "shard of a value of shape [4, 4, 8] as ('batch', 'norm_sequence', " in (
+            text
+        )
+        assert "unknown logical axis 'norm_sequence', known are batch, embed" in text
+
+
+SCRIPT = """
+import os, sys
+os.environ["XLA_FLAGS"] = f"--xla_dump_to={sys.argv[1]} --xla_dump_hlo_as_text"
+sys.path.insert(0, "test")
+import torch_xla_pp as xpp
+import torch.distributed as dist
+from runtime.sharded import PATTERNS, PRESETS, Job, take_step
+dist.init_process_group("xla_pp")
+for name in sys.argv[2:]:
+    rules = PRESETS[name] | PATTERNS
+    report = take_step(Job(rules=rules, ranks=1, frontend="manual"))
+    assert all(error < 1e-5 for error in report.errors.values()), report.errors
+    for program in report.explanation.programs:
+        found = [f"{c.count} {c.kind} over {c.axes}" for c in program.collectives]
+        print(f"{name} {program.name}:", "; ".join(found) or "none")
+"""
+
+DATA, MODEL = ("data",), ("model",)
+
+# One block of 8 parameters; 4 of them are split along `embed`.
+EXPECTED = {
+    "dp forward": [],
+    "dp backward": [(8, "all-reduce", DATA)],
+    # Each weight is gathered where it is used.
+    "fsdp forward": [(4, "all-gather", DATA)],
+    # One after attention and one after the MLP, and back.
+    "tp forward": [(2, "all-reduce", MODEL)],
+    "tp backward": [(2, "all-reduce", MODEL)],
+    "fsdp+tp forward": [(4, "all-gather", DATA), (2, "all-reduce", MODEL)],
+    "fsdp+tp backward": [
+        (4, "all-gather", DATA),
+        (8, "all-reduce", DATA),
+        (2, "all-reduce", MODEL),
+    ],
+    # CPU devices have no reduce-scatter: an all-reduce, of which each keeps a part.
+    "dp+tensor_sequence forward": [
+        (2, "all-gather", MODEL),
+        (2, "all-reduce", MODEL),
+    ],
+}
+
+
+def test_programs_have_the_collectives_of_their_preset_alone(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    presets = dict.fromkeys(program.split()[0] for program in EXPECTED)
+    printed = torchrun(script, str(tmp_path / "dump"), *presets, ranks=1, devices=4)
+    for program, collectives in EXPECTED.items():
+        texts = [f"{count} {kind} over {axes}" for count, kind, axes in collectives]
+        assert f"{program}: {'; '.join(texts) or 'none'}\n" in printed, printed

@@ -1,0 +1,156 @@
+"""Run a stage's graph on pending values, laid out as axis rules say.
+
+Besides `shard`, products of matrices are done in another way than torch_xla does them.
+PyTorch merges dimensions before a product: batch and heads in attention, batch and
+sequence in a linear layer. If the second of them is split over devices, the merged
+dimension is split in a way that XLA has no sharding for, and every device gathers all
+of it. Here such dimensions are kept apart.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.graph import SHARD, axes_of
+from torch_xla_pp.mesh import LogicalAxes
+
+_aten = torch.ops.aten
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
+_TURNS: Mapping[Any, set[int]] = {
+    _aten.transpose.int: {1, 2},
+    _aten.t.default: {0, 1},
+}
+
+
+class Constraints(NamedTuple):
+    """Say how values lie while a program runs.
+
+    Attributes:
+        layout: Takes the logical axes that `shard` was called with.
+        used: Name of an input → how it lies where it is used, if not as it is kept.
+    """
+
+    layout: Callable[[LogicalAxes], xla_compat.OpSharding]
+    used: Mapping[str, xla_compat.OpSharding] = {}
+
+
+class _Apart(NamedTuple):
+    """Hold a value whose first dimensions are merged in the graph, but not here.
+
+    Attributes:
+        value: It has `sizes` in place of the merged dimension, and two more (one more
+            where a matrix was made of it).
+        sizes: Sizes of the dimensions that the graph merges.
+        is_turned: Whether the graph then swaps its last two dimensions.
+    """
+
+    value: Tensor
+    sizes: tuple[int, ...]
+    is_turned: bool = False
+
+    @property
+    def merged(self) -> list[int]:
+        """Return the places of the dimensions."""
+        return list(range(len(self.sizes)))
+
+
+class Lowering(fx.Interpreter):
+    """Run a function's graph with constraints.
+
+    Args:
+        module: The graph.
+        constraints: How values lie.
+    """
+
+    def __init__(self, module: fx.GraphModule, constraints: Constraints) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self._constraints = constraints
+        self._products: dict[fx.Node, _Apart] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node; its operands have run."""
+        if n.target is SHARD:
+            value, names = self.fetch_args_kwargs_from_env(n)[0]
+            sharding = self._constraints.layout(axes_of(names))
+            return xla_compat.constrain(value, sharding)
+        if n.target in _VIEWS and n.all_input_nodes[0] in self._products:
+            parted = self._parted(self._products[n.all_input_nodes[0]], n)
+            if parted is not None:
+                return parted
+        product = self._product(n)
+        if isinstance(product, _Apart):
+            self._products[n] = product
+            rest = product.value.shape[len(product.sizes) :]
+            return product.value.reshape(-1, *rest)
+        return super().run_node(n) if product is None else product
+
+    def _product(self, node: fx.Node) -> Tensor | _Apart | None:
+        """Compute a product of values that are kept apart, None if it is none."""
+        operands: Any = node.args
+        if node.target is _aten.bmm.default:
+            return _batched(*map(self._apart, operands))
+        if node.target is _aten.mm.default:
+            return self._matrix_product(*operands)
+        if node.target is _aten.addmm.default and not node.kwargs:
+            bias, left, right = operands
+            product = self._matrix_product(left, right)
+            if isinstance(product, _Apart):
+                return product._replace(value=product.value + self.env[bias])
+        return None
+
+    def _matrix_product(self, left: Any, right: Any) -> Tensor | _Apart | None:
+        first, second = self._apart(left), self._apart(right)
+        if first is None:
+            return None
+        if not first.is_turned:
+            last = [len(first.sizes)]
+            value = xla_compat.product(first.value, self.env[right], (last, [0]))
+            return _Apart(value, first.sizes)
+        if second is None or second.is_turned or second.sizes != first.sizes:
+            return None
+        sums = first.merged, second.merged
+        return xla_compat.product(first.value, second.value, sums)
+
+    def _apart(self, node: fx.Node) -> _Apart | None:
+        """Return a factor as it was before the graph merged its first dimensions."""
+        turned = _TURNS.get(node.target)
+        places = {0, 1} if node.target is _aten.t.default else {*node.args[1:]}
+        is_turned = turned is not None and turned == places
+        merge = node.all_input_nodes[0] if is_turned else node
+        if merge.target not in _VIEWS:
+            return None
+        origin = merge.all_input_nodes[0]
+        known = self._products.get(origin)
+        source = self.env[origin] if known is None else known.value
+        merged: Tensor = self.env[merge]
+        for count in range(2, source.dim()):
+            sizes = tuple(source.shape[:count])
+            if math.prod(sizes) == merged.shape[0]:
+                value = source.reshape(*sizes, *merged.shape[1:])
+                return _Apart(value, sizes, is_turned)
+        return None
+
+    def _parted(self, product: _Apart, node: fx.Node) -> Tensor | None:
+        """Return the view of a product, None if it does not keep what is apart."""
+        shape = [int(size) for size in node.args[1]]  # type: ignore[arg-type, union-attr]
+        count = len(product.sizes)
+        if tuple(shape[:count]) != product.sizes:
+            return None
+        return product.value.reshape(shape)
+
+
+def _batched(left: _Apart | None, right: _Apart | None) -> _Apart | None:
+    """Multiply matrices at each place of the dimensions that are kept apart."""
+    if left is None or right is None or left.sizes != right.sizes:
+        return None
+    first = len(left.sizes)
+    sums = (
+        [first if left.is_turned else first + 1],
+        [first + 1 if right.is_turned else first],
+    )
+    value = xla_compat.product(left.value, right.value, sums, left.merged)
+    return _Apart(value, left.sizes)

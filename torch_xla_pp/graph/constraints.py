@@ -1,0 +1,144 @@
+"""Constraints on how activations lie, by logical axes.
+
+`shard` does nothing to a value. While a model or a stage is traced it leaves an
+operator in the graph, in the forward and for the gradient in the backward. The names
+stay names there: what they mean is known only where the stage is compiled.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from torch_xla_pp.mesh import first_match
+
+_NAME = "torch_xla_pp::shard"
+
+# Lists of optional texts cannot be arguments of an operator.
+_WHOLE = ""
+
+torch.library.define(_NAME, "(Tensor value, str[] axes) -> Tensor")
+
+
+def _copy(value: Tensor, axes: Sequence[str]) -> Tensor:
+    """Return a copy: what an operator returns may be no alias of what it takes."""
+    return value.clone()
+
+
+def _fake(value: Tensor, axes: Sequence[str]) -> Tensor:
+    return torch.empty_like(value)
+
+
+def _batched(
+    info: Any, in_dims: tuple[Any, ...], value: Tensor, axes: Sequence[str]
+) -> tuple[Tensor, int]:
+    """Leave the dimension that vmap adds whole."""
+    dim = in_dims[0]
+    return SHARD(value, [*axes[:dim], _WHOLE, *axes[dim:]]), dim
+
+
+def _keep_axes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.axes = inputs[1]
+
+
+def _backward(context: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return SHARD(grad, context.axes), None
+
+
+torch.library.impl(_NAME, "CompositeExplicitAutograd", _copy)
+torch.library.register_fake(_NAME, _fake)
+torch.library.register_vmap(_NAME, _batched)
+torch.library.register_autograd(_NAME, _backward, setup_context=_keep_axes)
+
+SHARD = torch.ops.torch_xla_pp.shard.default
+
+
+def shard(value: Tensor, *axes: str | None) -> Tensor:
+    """Say how an activation lies over the devices of a rank, and return it.
+
+    In a stage that was built with `AxisRules`, the value and its gradient are laid out
+    as these say. With other shardings, and outside of stages, nothing happens.
+
+    Args:
+        value: The activation.
+        *axes: The logical axis of each of its dimensions, None for one that every
+            device has whole.
+
+    Raises:
+        ValueError: There are more or fewer axes than dimensions.
+
+    Example:
+        >>> def forward(self, x):
+        ...     hidden = shard(self.up(x), "batch", "sequence", "mlp")
+        ...     return shard(self.down(hidden.relu()), "batch", "sequence", "embed")
+    """
+    if len(axes) != value.dim():
+        raise ValueError(
+            f"shard: expected one logical axis or None for each of the {value.dim()} "
+            f"dimensions of shape {list(value.shape)}, got {axes}. Name them all."
+        )
+    if torch.compiler.is_compiling():
+        return shard_in_graph(value, *axes)
+    if has_torch_function_unary(value):
+        # So a trace that is no compiler's can put `shard_in_graph` in place.
+        return handle_torch_function(shard, (value,), value, *axes)  # type: ignore[no-any-return]
+    return value
+
+
+def shard_in_graph(value: Tensor, *axes: str | None) -> Tensor:
+    """Call the operator that `shard` leaves in a graph."""
+    names = [_WHOLE if name is None else name for name in axes]
+    return SHARD(value, names)  # type: ignore[no-any-return]
+
+
+def axes_of(names: Sequence[str]) -> tuple[str | None, ...]:
+    """Return the logical axes that the operator was called with."""
+    return tuple(name or None for name in names)
+
+
+@contextlib.contextmanager
+def sharding_outputs(
+    module: nn.Module, activations: Mapping[str, Sequence[str | None]]
+) -> Iterator[None]:
+    """Let what submodules return go through `shard`, inside of the context.
+
+    Args:
+        module: The module, which is as before afterwards.
+        activations: Glob pattern on the names of its submodules → logical axes; the
+            first match counts.
+
+    Raises:
+        ValueError: Such a submodule returns something else than one tensor.
+    """
+    hooks = []
+    for name, submodule in module.named_modules():
+        pattern = first_match(activations, name) if name else None
+        if pattern is not None:
+            hook = _hook(name, tuple(activations[pattern]))
+            hooks.append(submodule.register_forward_hook(hook))
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
+def _hook(name: str, axes: tuple[str | None, ...]) -> Callable[..., Tensor]:
+    def pin(module: nn.Module, args: Any, output: Any) -> Tensor:
+        if not isinstance(output, Tensor) or output.dim() != len(axes):
+            got = (
+                f"a tensor of shape {list(output.shape)}"
+                if isinstance(output, Tensor)
+                else type(output).__name__
+            )
+            raise ValueError(
+                f"AxisRules.activations: expected {name} to return one tensor of "
+                f"{len(axes)} dimensions, for {axes}, got {got}. Correct the pattern, "
+                "or call shard in forward."
+            )
+        return shard(output, *axes)
+
+    return pin

@@ -1,0 +1,83 @@
+"""What a stage costs on each device: memory, collectives, and what crosses its ends."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch_xla_pp.compile import Program
+from torch_xla_pp.mesh import Collective, LocalMesh, TensorSpec, collectives_of
+
+_HINT = (
+    "unknown: set XLA_FLAGS='--xla_dump_to=<folder of the rank> "
+    "--xla_dump_hlo_as_text' before the first import of torch_xla"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramCost:
+    """State what a compiled program exchanges between the devices of its rank.
+
+    Args:
+        name: What the program does.
+        collectives: By kind and mesh axes; None if its HLO is not known.
+    """
+
+    name: str
+    collectives: tuple[Collective, ...] | None
+
+    def __str__(self) -> str:
+        if self.collectives is None:
+            return f"  {self.name}: {_HINT}"
+        found = [f"    {collective}" for collective in self.collectives] or ["    none"]
+        return "\n".join([f"  {self.name}:", *found])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """State what a stage costs on each device of its rank.
+
+    Args:
+        stage: Index of the stage.
+        num_parameters: Parameters of the whole stage.
+        parameter_bytes: Bytes of those and of buffers, on one device.
+        received_bytes: Bytes that one device receives for a microbatch's forward.
+        sent_bytes: Bytes of the outputs of a microbatch, on one device; the last
+            stage keeps them.
+        programs: The programs that have run so far.
+    """
+
+    stage: int
+    num_parameters: int
+    parameter_bytes: int
+    received_bytes: int
+    sent_bytes: int
+    programs: tuple[ProgramCost, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"stage {self.stage}, on each device",
+            f"  {self.parameter_bytes} bytes of {self.num_parameters} parameters and "
+            "of buffers",
+            f"  {self.received_bytes} bytes in, {self.sent_bytes} bytes out, per "
+            "microbatch",
+        ]
+        return "\n".join([*lines, *map(str, self.programs)])
+
+
+def costs_of(
+    programs: Mapping[str, Program], mesh: LocalMesh
+) -> tuple[ProgramCost, ...]:
+    """Return what each of the programs exchanges."""
+    return tuple(
+        ProgramCost(
+            name=name,
+            collectives=None
+            if program.hlo is None
+            else collectives_of(program.hlo, mesh),
+        )
+        for name, program in programs.items()
+    )
+
+
+def bytes_of(specs: Sequence[TensorSpec], mesh: LocalMesh) -> int:
+    """Return the bytes of values on one device."""
+    return sum(spec.shard_bytes(mesh) for spec in specs)
