@@ -71,10 +71,10 @@ def boundary_program(dump: str) -> None:
     dist.barrier()
 
 
-def test_a_boundary_is_two_custom_calls_and_nothing_else(
-    worlds: Worlds, tmp_path: Path
-) -> None:
-    worlds.run(boundary_program, ranks=2, devices=4, args=(str(tmp_path),))
+def test_a_boundary_is_two_custom_calls_and_nothing_else(tmp_path: Path) -> None:
+    # XLA reads its flags once, so these workers must be new.
+    with Worlds() as worlds:
+        worlds.run(boundary_program, ranks=2, devices=4, args=(str(tmp_path),))
     texts = [path.read_text() for path in tmp_path.glob("*after_optimizations.txt")]
     both = [text for text in texts if "pp.recv(" in text and "pp.send(" in text]
     assert both
