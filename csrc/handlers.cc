@@ -105,8 +105,9 @@ Shard ShardOf(const ffi::AnyBuffer& buffer) {
 
 Route RouteOf(const ffi::AnyBuffer& buffer) {
   const auto* fields = static_cast<const int64_t*>(buffer.untyped_data());
-  return {fields[0], fields[1], fields[2], fields[3], fields[4],
-          fields[5], fields[6], fields[7], fields + kRouteFields};
+  return {fields[0], fields[1], fields[2],
+          fields[3], fields[4], fields[5],
+          fields[6], fields[7], fields + kRouteFields};
 }
 
 Key KeyOf(const Route& route, int64_t source) {
