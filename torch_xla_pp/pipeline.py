@@ -27,7 +27,7 @@ from torch_xla_pp.graph import (
     untied,
 )
 from torch_xla_pp.mesh import AxisRules, LogicalAxes, Sharding, unmatched
-from torch_xla_pp.plan import SourceLike
+from torch_xla_pp.plan import SourceLike, StageInputs
 from torch_xla_pp.runtime import (
     SPLIT_MARK,
     XlaPipelineStage,
@@ -83,14 +83,12 @@ class Pipe(_TracedPipe):
         Takes what the model takes; returns the leaves of what the model returns, as
         upstream does.
         """
-        results: list[Any] = [self.get_stage_module(0)(*args, **kwargs)]
+        results: dict[int, Any] = {0: self.get_stage_module(0)(*args, **kwargs)}
         for index in range(1, self.num_stages):
-            values = [
-                results[stage] if output is None else results[stage][output]
-                for stage, output in self.stage_graph.sources(index)
-            ]
-            results.append(self.get_stage_module(index)(*values))
-        return tuple(pytree.tree_leaves(results[-1]))
+            inputs = StageInputs.of(index, self._sources_of(index))
+            values, _ = inputs.arguments(results)
+            results[index] = self.get_stage_module(index)(*values)
+        return tuple(pytree.tree_leaves(results[self.num_stages - 1]))
 
     def build_stage(  # type: ignore[override]  # another class of stage
         self,

@@ -43,16 +43,6 @@ class Fan:
         """Return the stages that use a value."""
         return tuple(c for c, slots in sorted(self.uses.items()) if slot in slots)
 
-    def neighbours(self, stage: int) -> tuple[int, ...]:
-        """Return the other consumers that are on the rank of `stage`."""
-        rank = self.ranks[stage]
-        return tuple(c for c in self.uses if c != stage and self.ranks[c] == rank)
-
-    def carriers(self) -> set[tuple[int, int]]:
-        """Return pairs of a stage that gives a received value and one that takes it."""
-        pairs = ((giver, taker) for giver in self.uses for taker in self.uses)
-        return {pair for pair in pairs if self.passed(*pair)}
-
     def _giver(self, slot: int, consumer: int) -> int:
         rank = self.ranks[consumer]
         if rank == self.ranks[self.producer]:

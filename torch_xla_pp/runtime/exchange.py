@@ -30,7 +30,7 @@ class Exchange:
 
     def expect(self, message: Message, rank: int) -> None:
         """Make ready for messages of an edge from a stage of group rank `rank`."""
-        if rank != self._group.rank():
+        if not self.is_own(rank):
             self._group.transport.expect(message, rank)
 
     def is_own(self, rank: int) -> bool:

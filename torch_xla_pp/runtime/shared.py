@@ -82,8 +82,8 @@ class SharedParameters:
 
     def give(self, state: ModuleState) -> None:
         """Send this stage's gradients, or lay them ready; at the end of a step."""
-        sums = self._own_sums(state)
         programs = self._programs()
+        sums = self._own_sums(state)
         routes = {}
         for other, groups in programs.others.items():
             message = Message("S", other, 0, self._stage)
@@ -102,8 +102,8 @@ class SharedParameters:
 
     def take(self, state: ModuleState) -> None:
         """Add the gradients of the other copies; after all stages of a rank `give`."""
-        sums = self._own_sums(state)
         programs = self._programs()
+        sums = self._own_sums(state)
         routes: dict[str, Tensor] = {}
         given: dict[int, dict[str, Tensor]] = {}
         for other, groups in programs.others.items():
@@ -136,12 +136,11 @@ class SharedParameters:
         return {group: named[name] for group, name in self._names.items()}
 
     def _own_sums(self, state: ModuleState) -> dict[str, Tensor]:
-        """Return group → this stage's gradient, zeros where it has none."""
-        return {
-            group: state.sum_of(_role(name))
-            for group, name in self._names.items()
-            if self._parameters()[group].requires_grad
-        }
+        """Return group → this stage's gradient, zeros where it has none.
+
+        Frozen parameters, which have no layout in `_programs`, are left out.
+        """
+        return {g: state.sum_of(_role(self._names[g])) for g in self._layouts}
 
     def _programs(self) -> SharedSums:
         if self._sums is not None:

@@ -1,6 +1,6 @@
 """Schedules in which stage k is on rank k modulo the number of ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch_xla_pp.schedule.action import Action, Kind
 from torch_xla_pp.schedule.counts import check_counts
@@ -21,11 +21,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
         ValueError: A count is below one.
     """
     check_counts("gpipe", num_ranks=num_ranks, num_microbatches=num_microbatches)
-    rows = []
-    for rank in range(num_ranks):
-        work = [(rank, microbatch) for microbatch in range(num_microbatches)]
-        rows.append(_woven(work, work, num_microbatches))
-    return Schedule(actions=tuple(rows))
+    return _looped(num_ranks, num_microbatches, lambda _: num_microbatches)
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -40,11 +36,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
         ValueError: A count is below one.
     """
     check_counts("one_f_one_b", num_ranks=num_ranks, num_microbatches=num_microbatches)
-    rows = []
-    for rank in range(num_ranks):
-        work = [(rank, microbatch) for microbatch in range(num_microbatches)]
-        rows.append(_woven(work, work, num_ranks - 1 - rank))
-    return Schedule(actions=tuple(rows))
+    return _looped(num_ranks, num_microbatches, lambda rank: num_ranks - 1 - rank)
 
 
 def interleaved_1f1b(
@@ -67,14 +59,14 @@ def interleaved_1f1b(
     round_size = _round_size(
         "interleaved_1f1b", num_ranks, num_microbatches, stages_per_rank
     )
-    rows = []
-    for rank in range(num_ranks):
-        stages = range(rank, num_ranks * stages_per_rank, num_ranks)
-        forwards = _in_rounds(stages, num_microbatches, round_size)
-        backwards = _in_rounds(stages[::-1], num_microbatches, round_size)
-        warmup = (stages_per_rank - 1) * round_size + 2 * (num_ranks - 1 - rank)
-        rows.append(_woven(forwards, backwards, warmup))
-    return Schedule(actions=tuple(rows))
+    first_stages = (stages_per_rank - 1) * round_size
+    return _looped(
+        num_ranks,
+        num_microbatches,
+        lambda rank: first_stages + 2 * (num_ranks - 1 - rank),
+        stages_per_rank,
+        round_size,
+    )
 
 
 def zb1p(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
@@ -92,13 +84,43 @@ def zb1p(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Sch
         ValueError: A count is below one, or the microbatches do not make equal rounds.
     """
     round_size = _round_size("zb1p", num_ranks, num_microbatches, stages_per_rank)
+    first_stages = (stages_per_rank - 1) * round_size
+    return _looped(
+        num_ranks,
+        num_microbatches,
+        lambda rank: first_stages + num_ranks - 1 - rank,
+        stages_per_rank,
+        round_size,
+        is_split=True,
+    )
+
+
+def _looped(
+    num_ranks: int,
+    num_microbatches: int,
+    warmup_of: Callable[[int], int],
+    stages_per_rank: int = 1,
+    round_size: int = 1,
+    *,
+    is_split: bool = False,
+) -> Schedule:
+    """Weave the forwards and backwards of every rank's stages, see `_woven`.
+
+    Args:
+        num_ranks: Number of ranks.
+        num_microbatches: Number of microbatches.
+        warmup_of: Rank → number of its forwards before the first pair.
+        stages_per_rank: Number of stages on each rank.
+        round_size: Microbatches in a round; means nothing for one stage per rank.
+        is_split: Whether backwards are split; rank r then puts W off by r backwards.
+    """
     rows = []
     for rank in range(num_ranks):
         stages = range(rank, num_ranks * stages_per_rank, num_ranks)
         forwards = _in_rounds(stages, num_microbatches, round_size)
         backwards = _in_rounds(stages[::-1], num_microbatches, round_size)
-        warmup = (stages_per_rank - 1) * round_size + num_ranks - 1 - rank
-        rows.append(_woven(forwards, backwards, warmup, weights_late=rank))
+        weights_late = rank if is_split else None
+        rows.append(_woven(forwards, backwards, warmup_of(rank), weights_late))
     return Schedule(actions=tuple(rows))
 
 
