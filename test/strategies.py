@@ -44,6 +44,7 @@ def axis_rules(draw: st.DrawFn) -> AxisRules:
         parameter_axes=draw(st.dictionaries(words, mesh_axes, max_size=2)),
         parameters=draw(st.dictionaries(words, logical, max_size=3)),
         activations=draw(st.dictionaries(words, logical, max_size=3)),
+        gather_once=draw(st.booleans()),
     )
 
 

@@ -400,18 +400,18 @@ def custom_call(
     The handler sees everything flat, in the order of rows: XLA may choose any order
     of dimensions for a buffer that has several, and does not tell handlers which.
     """
-    flat = [_manual(operand.reshape(-1)) for operand in operands]
+    flat = [manual(operand.reshape(-1)) for operand in operands]
     sizes = [[math.prod(shape)] for shape in shapes]
     results = _XLAC._xla_custom_call(
         flat, target, sizes, list(dtypes), False, "", _TYPED_FFI, {}
     )
     return [
-        _manual(_manual(result).reshape(list(shape)))
+        manual(manual(result).reshape(list(shape)))
         for result, shape in zip(results, shapes, strict=True)
     ]
 
 
-def _manual(value: Tensor) -> Tensor:
+def manual(value: Tensor) -> Tensor:
     """Say that `value` belongs to the part of a graph that is for one device."""
     _XLAC._xla_mark_sharding(value, _XLAC.OpSharding([], [], [], _MANUAL))
     return value

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import Constraints, Forwarded, StagePrograms, export_joint
+from torch_xla_pp.compile import (
+    Constraints,
+    Forwarded,
+    Grouping,
+    StagePrograms,
+    export_joint,
+)
 from torch_xla_pp.compile.partition import Remat
 
 
@@ -22,6 +28,7 @@ class Compiled:
         mesh: Any,
         remat: Remat = "none",
         constraints: Constraints | None = None,
+        grouping: Grouping | None = None,
         **kwargs: Any,
     ) -> None:
         self.mesh = mesh
@@ -49,6 +56,7 @@ class Compiled:
             dict.fromkeys(self.fixed, self.whole),
             remat=remat,
             constraints=constraints,
+            grouping=grouping,
         )
 
     def rows(self, value: Tensor) -> Any:

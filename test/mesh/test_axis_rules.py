@@ -155,6 +155,14 @@ def test_presets_mix_over_several_axes() -> None:
     assert rules.mesh_axis("mlp") == "model"
 
 
+def test_weights_are_gathered_once_if_one_of_the_rules_says_so() -> None:
+    once = presets.fsdp("data", gather_once=True)
+    assert presets.mix(presets.tp("model"), once).gather_once
+    assert (AxisRules() | once).gather_once
+    assert str(once).endswith("gather_once")
+    assert not presets.mix(presets.tp("model"), presets.fsdp("data")).gather_once
+
+
 def test_presets_over_one_axis_do_not_mix() -> None:
     with pytest.raises(ValueError, match="got 'data' twice for 'batch'"):
         presets.mix(presets.dp("data"), presets.fsdp("data"))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_xla_pp.mesh.hlo_sharding import parse_sharding
+from torch_xla_pp.mesh.hlo_sharding import OpShardingArgs, parse_sharding, stacked
 
 pytestmark = pytest.mark.pure
 
@@ -105,3 +105,45 @@ def test_each_device_holds_one_tile(text: str, tiles: tuple[int, ...]) -> None:
 def test_a_value_must_lie_on_all_devices(text: str) -> None:
     with pytest.raises(ValueError, match="expected one over all 4 local devices"):
         parse_sharding(text).tile_of_device(4)
+
+
+def split(tiles: tuple[int, ...], ids: list[int]) -> OpShardingArgs:
+    last = " last_tile_dim_replicate" if len(tiles) > 1 else ""
+    return parse_sharding(
+        f"{{devices=[{','.join(map(str, tiles))}]{','.join(map(str, ids))}{last}}}"
+    )
+
+
+@given(st.permutations(range(8)), st.sampled_from([(2, 2, 2), (4, 1, 2), (2, 4, 1)]))
+def test_a_stack_is_split_as_the_stack_and_as_its_values(
+    ids: list[int], sizes: tuple[int, int, int]
+) -> None:
+    outer, inner, rest = sizes
+    # Device k of the listed ones is at place k of a mesh of these sizes.
+    inner_first = [
+        ids[(o * inner + i) * rest + r]
+        for i in range(inner)
+        for o in range(outer)
+        for r in range(rest)
+    ]
+    first = split((outer, inner * rest), ids)
+    values = split((1, inner, outer * rest), inner_first)
+    found = stacked(first, values, 2, 8)
+    assert found is not None
+    assert found.tiles == (outer, 1, inner)
+    pairs = zip(first.tile_of_device(8), values.tile_of_device(8), strict=True)
+    expected = tuple(o * inner + i for o, i in pairs)
+    assert found.tile_of_device(8) == expected
+
+
+def test_a_stack_of_whole_values_is_split_along_the_stack() -> None:
+    first, whole = parse_sharding("{devices=[2]0,1}"), parse_sharding("")
+    found = stacked(first, whole, 2, 2)
+    assert found == parse_sharding("{devices=[2,1,1]0,1}")
+    assert stacked(first, whole, 0, 2) == first
+
+
+def test_a_stack_is_not_split_twice_over_the_same_devices() -> None:
+    first = parse_sharding("{devices=[2,2]0,1,2,3 last_tile_dim_replicate}")
+    rows = parse_sharding("{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}")
+    assert stacked(first, rows, 2, 4) is None

@@ -26,9 +26,13 @@ PATTERNS = xpp.AxisRules(
 PRESETS = {
     "dp": presets.dp("data"),
     "fsdp": presets.fsdp("data"),
+    "fsdp_once": presets.fsdp("data", gather_once=True),
     "tp": presets.tp("model"),
     "dp+tp": presets.mix(presets.dp("data"), presets.tp("model")),
     "fsdp+tp": presets.mix(presets.fsdp("data"), presets.tp("model")),
+    "fsdp_once+tp": presets.mix(
+        presets.fsdp("data", gather_once=True), presets.tp("model")
+    ),
     "dp+cp": presets.mix(presets.dp("data"), presets.cp("model")),
     "dp+tensor_sequence": presets.mix(
         presets.dp("data"), presets.tensor_sequence("model")

@@ -41,7 +41,7 @@ def check(reports: list[Report]) -> None:
     [
         ("tp", "traced"),
         ("fsdp", "manual"),
-        ("dp+tp", "traced"),
+        ("fsdp_once+tp", "traced"),
         ("dp+tensor_sequence", "manual"),
     ],
 )
@@ -136,7 +136,9 @@ DATA, MODEL = ("data",), ("model",)
 # One block of 8 parameters; 4 of them are split along `embed`.
 EXPECTED = {
     "dp forward": [],
-    "dp backward": [(8, "all-reduce", DATA)],
+    # Gradients are added up over devices once, at the end of a step.
+    "dp backward": [],
+    "dp gradient reduction": [(8, "all-reduce", DATA)],
     # Each weight is gathered where it is used.
     "fsdp forward": [(4, "all-gather", DATA)],
     # One after attention and one after the MLP, and back.
@@ -145,9 +147,15 @@ EXPECTED = {
     "fsdp+tp forward": [(4, "all-gather", DATA), (2, "all-reduce", MODEL)],
     "fsdp+tp backward": [
         (4, "all-gather", DATA),
-        (8, "all-reduce", DATA),
+        (4, "all-reduce", DATA),
         (2, "all-reduce", MODEL),
     ],
+    "fsdp+tp gradient reduction": [(4, "all-reduce", DATA)],
+    # Nothing over the data axis but before and after the microbatches.
+    "fsdp_once+tp gathering of weights": [(4, "all-gather", DATA)],
+    "fsdp_once+tp forward": [(2, "all-reduce", MODEL)],
+    "fsdp_once+tp backward": [(2, "all-reduce", MODEL)],
+    "fsdp_once+tp gradient reduction": [(8, "all-reduce", DATA)],
     # CPU devices have no reduce-scatter: an all-reduce, of which each keeps a part.
     "dp+tensor_sequence forward": [
         (2, "all-gather", MODEL),

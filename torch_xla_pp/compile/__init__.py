@@ -2,6 +2,7 @@
 
 from torch_xla_pp.compile.border import route_in, route_out
 from torch_xla_pp.compile.export import JointGraph, export_joint, marking_checkpoints
+from torch_xla_pp.compile.group_gradients import Grouping
 from torch_xla_pp.compile.loss import LossProgram
 from torch_xla_pp.compile.lowering import Constraints
 from torch_xla_pp.compile.partition import (
@@ -13,6 +14,7 @@ from torch_xla_pp.compile.partition import (
     partition_joint,
 )
 from torch_xla_pp.compile.program import Program
+from torch_xla_pp.compile.row_groups import RowGroups
 from torch_xla_pp.compile.shared import SharedSums
 from torch_xla_pp.compile.stage_programs import (
     Borders,
@@ -20,21 +22,26 @@ from torch_xla_pp.compile.stage_programs import (
     StagePrograms,
     tangent,
 )
+from torch_xla_pp.compile.sums import copied, copies
 
 __all__ = [
     "Borders",
     "Constraints",
     "Forwarded",
     "Function",
+    "Grouping",
     "JointGraph",
     "LossProgram",
     "Program",
     "Remat",
+    "RowGroups",
     "SharedSums",
     "StageFunctions",
     "StagePrograms",
     "accumulator",
     "check_remat",
+    "copied",
+    "copies",
     "export_joint",
     "marking_checkpoints",
     "partition_joint",

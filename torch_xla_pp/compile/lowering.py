@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_xla_pp import xla_compat
+from torch_xla_pp.compile.row_groups import RowGroups
 from torch_xla_pp.graph import SHARD, axes_of
 from torch_xla_pp.mesh import LogicalAxes
 
@@ -91,6 +92,9 @@ class Lowering(fx.Interpreter):
     def _product(self, node: fx.Node) -> Tensor | _Apart | None:
         """Compute a product of values that are kept apart, None if it is none."""
         operands: Any = node.args
+        target: Any = node.target
+        if getattr(target, "__func__", None) is RowGroups.product:
+            return self._grouped_product(target.__self__, *operands)
         if node.target is _aten.bmm.default:
             return _batched(*map(self._apart, operands))
         if node.target is _aten.mm.default:
@@ -101,6 +105,22 @@ class Lowering(fx.Interpreter):
             if isinstance(product, _Apart):
                 return product._replace(value=product.value + self.env[bias])
         return None
+
+    def _grouped_product(
+        self, rows: RowGroups, left: Any, right: Any, outer: int
+    ) -> Tensor | None:
+        """Multiply matrices, one product per group of what is summed over."""
+        first, second = self._apart(left), self._apart(right)
+        if first is None or second is None or not first.is_turned:
+            return None
+        sizes = first.sizes
+        dims = [d for d in first.merged if math.prod(sizes[:d]) == outer]
+        is_cut = bool(dims) and sizes[dims[-1]] % rows.size == 0
+        if second.is_turned or second.sizes != sizes or not is_cut:
+            return None
+        groups = [rows.split(apart.value, dims[-1], 1) for apart in (first, second)]
+        sums = [dim + 1 for dim in first.merged]
+        return xla_compat.product(groups[0], groups[1], (sums, sums), [0])
 
     def _matrix_product(self, left: Any, right: Any) -> Tensor | _Apart | None:
         first, second = self._apart(left), self._apart(right)

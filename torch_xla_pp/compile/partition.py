@@ -128,6 +128,11 @@ def accumulator(role: str) -> str:
     return f"sum:{role}"
 
 
+def accumulated(role: str) -> str:
+    """Return the name under which a program returns a new sum of gradients."""
+    return f"new_{accumulator(role)}"
+
+
 def partition_joint(joint: JointGraph, remat: Remat = "none") -> StageFunctions:
     """Cut a joint graph into the functions of its stage.
 
@@ -263,9 +268,7 @@ class _Cut:
                 i: None if n is None else self._names[n]
                 for i, n in joint.input_grads.items()
             },
-            parameter_grads={
-                role: _accumulated(role) for role in joint.parameter_grads
-            },
+            parameter_grads={role: accumulated(role) for role in joint.parameter_grads},
         )
 
     def _saved(self) -> list[fx.Node]:
@@ -308,17 +311,13 @@ class _Cut:
         piece = _Piece(self._joint, [*results, *weights.values()], given)
         outputs = self._named(results)
         sums = {
-            _accumulated(role): piece.accumulate(role, grad)
+            accumulated(role): piece.accumulate(role, grad)
             for role, grad in weights.items()
         }
         return piece.function(name, outputs, sums) if outputs or sums else None
 
     def _named(self, results: Iterable[fx.Node]) -> dict[str, fx.Node]:
         return {self._names[n]: n for n in results if n.op != "placeholder"}
-
-
-def _accumulated(role: str) -> str:
-    return f"new_{accumulator(role)}"
 
 
 def _is_cheap(node: fx.Node) -> bool:

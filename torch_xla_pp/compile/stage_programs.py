@@ -20,17 +20,19 @@ from torch_xla_pp.compile import border
 from torch_xla_pp.compile.border import Border, is_route
 from torch_xla_pp.compile.constants import Constants
 from torch_xla_pp.compile.export import JointGraph
+from torch_xla_pp.compile.group_gradients import Grouping, group_gradients
 from torch_xla_pp.compile.lowering import Constraints
 from torch_xla_pp.compile.partition import (
     Function,
     Remat,
     StageFunctions,
+    accumulated,
     accumulator,
     nothing,
     partition_joint,
 )
 from torch_xla_pp.compile.program import Program
-from torch_xla_pp.compile.sums import given_grad, starting_sums
+from torch_xla_pp.compile.sums import given_grad, reduced_sums, starting_sums
 from torch_xla_pp.transport import ShardLayout
 
 Values = dict[str, Tensor]
@@ -104,6 +106,12 @@ class StagePrograms:
         borders: What the programs receive and send themselves.
         remat: Which forward values are computed again in the backward.
         constraints: How values lie while programs run, None to leave that to XLA.
+        grouping: Which gradients are summed up per group of rows, None for none;
+            `reduce_sums` adds up the groups.
+
+    Attributes:
+        reduced_at_once: Role of a parameter → why its gradient is reduced in every
+            microbatch, although rows are in groups.
     """
 
     def __init__(
@@ -116,13 +124,28 @@ class StagePrograms:
         *,
         remat: Remat = "none",
         constraints: Constraints | None = None,
+        grouping: Grouping | None = None,
     ) -> None:
         borders = borders or Borders()
+        self.reduced_at_once: dict[str, str] = {}
+        self._groups: dict[str, int] = {}
+        if grouping is not None:
+            self.reduced_at_once = group_gradients(joint, grouping)
+            grouped = joint.parameter_grads.keys() - self.reduced_at_once
+            self._groups = dict.fromkeys(sorted(grouped), grouping.rows.size)
         functions = partition_joint(joint, remat)
         self._functions = functions
         self.output_template = joint.output_template
         self._constants = Constants(joint.constants)
-        pins = _pins(functions, output_shardings, input_shardings, fixed_shardings)
+        self._grad_pins = {
+            role: fixed_shardings[role] for role in functions.parameter_grads
+        }
+        sum_pins = dict(self._grad_pins)
+        if grouping is not None:
+            sum_pins |= {role: grouping.sums[role] for role in self._groups}
+        pins = _pins(
+            functions, output_shardings, input_shardings, fixed_shardings, sum_pins
+        )
         inputs = [f"input:{i}" for i in range(len(input_shardings))]
         parts = borders.tangent_parts()
         tangents = [tangent(i) for i in range(len(output_shardings))]
@@ -204,11 +227,9 @@ class StagePrograms:
             wanted=results,
             constraints=constraints,
         )
-        self._sum_pins = {
-            accumulator(role): fixed_shardings[role]
-            for role in functions.parameter_grads
-        }
+        self._sum_pins = {accumulator(r): pin for r, pin in sum_pins.items()}
         self._starts: dict[tuple[str, ...], Program] = {}
+        self._ends: dict[tuple[str, ...], Program] = {}
 
     @property
     def compiled(self) -> dict[str, Program]:
@@ -219,6 +240,8 @@ class StagePrograms:
             "backward": self._backward,
             "backward input": self._backward_input,
             "backward weight": self._backward_weight,
+            # The last one that was made is as good as the others.
+            "gradient reduction": next(reversed(self._ends.values()), None),
         }
         return {n: p for n, p in programs.items() if p is not None and p.is_compiled}
 
@@ -258,13 +281,41 @@ class StagePrograms:
             A `sum:` entry for each parameter that gets a gradient.
         """
         roles = self._functions.parameter_grads
-        given = tuple(role for role in roles if role in grads)
+        is_single = {role for role in roles if role not in self._groups}
+        given = tuple(role for role in roles if role in grads and role in is_single)
         if not roles:
             return {}
         if given not in self._starts:
-            function = starting_sums({role: fixed[role] for role in roles}, given)
+            parameters = {role: fixed[role] for role in roles}
+            function = starting_sums(parameters, given, self._groups)
             self._starts[given] = Program(function, self._sum_pins, function.inputs)
         return self._starts[given]({given_grad(role): grads[role] for role in given})
+
+    def reduce_sums(
+        self, sums: Mapping[str, Tensor], grads: Mapping[str, Tensor]
+    ) -> Values:
+        """Enqueue the adding up of sums per group, at the end of a step.
+
+        Args:
+            sums: `sum:` entries; those per group are void afterwards.
+            grads: Role → gradient that a parameter has already, laid out like it.
+
+        Returns:
+            The `sum:` entries that were per group, laid out like their parameters.
+        """
+        if not self._groups or not sums:
+            return {}
+        given = tuple(role for role in self._groups if role in grads)
+        if given not in self._ends:
+            self._ends[given] = Program(
+                reduced_sums(self._groups, given),
+                {accumulated(role): pin for role, pin in self._grad_pins.items()},
+                [given_grad(role) for role in given],
+                donated=[accumulator(role) for role in self._groups],
+            )
+        values = {**sums, **{given_grad(role): grads[role] for role in given}}
+        results = self._ends[given](values)
+        return {accumulator(role): results[accumulated(role)] for role in self._groups}
 
     def backward(
         self, fixed: Mapping[str, Tensor], live: Values
@@ -405,6 +456,7 @@ def _pins(
     output_shardings: Sequence[xla_compat.OpSharding],
     input_shardings: Sequence[xla_compat.OpSharding],
     fixed_shardings: Mapping[str, xla_compat.OpSharding],
+    sum_shardings: Mapping[str, xla_compat.OpSharding],
 ) -> dict[str, xla_compat.OpSharding]:
     """Return the sharding of every output that crosses the stage's border."""
     pins = dict(zip(functions.outputs, output_shardings, strict=True))
@@ -412,7 +464,7 @@ def _pins(
         if name is not None:
             pins[name] = input_shardings[index]
     for role, name in functions.parameter_grads.items():
-        pins[name] = fixed_shardings[role]
+        pins[name] = sum_shardings[role]
     for role, name in functions.buffer_updates.items():
         pins[name] = fixed_shardings[role]
     return pins

@@ -7,9 +7,16 @@ from torch_xla_pp.mesh.hlo_sharding import (
     REPLICATED,
     OpShardingArgs,
     parse_sharding,
+    stacked,
 )
 from torch_xla_pp.mesh.layout import MeshLayout, launch_hint
-from torch_xla_pp.mesh.local_mesh import Axis, LocalMesh, Partition, TensorSpec
+from torch_xla_pp.mesh.local_mesh import (
+    Axis,
+    LocalMesh,
+    Partition,
+    TensorSpec,
+    axis_names,
+)
 from torch_xla_pp.mesh.rules import Sharding, assign_partitions, match_rules
 
 __all__ = [
@@ -25,11 +32,13 @@ __all__ = [
     "Sharding",
     "TensorSpec",
     "assign_partitions",
+    "axis_names",
     "collectives_of",
     "first_match",
     "launch_hint",
     "match_rules",
     "parse_sharding",
     "presets",
+    "stacked",
     "unmatched",
 ]

@@ -38,6 +38,10 @@ class AxisRules:
         activations: Glob pattern on the names of submodules → the logical axes of
             what they return, as if it went through `shard`. A model that is
             traced is given them by `pipeline(activations=...)`, too.
+        gather_once: Whether what `parameter_axes` ask to gather is gathered once per
+            step, and its gradient reduced once per step, in place of once per
+            microbatch. A device then holds whole weights and whole gradients during a
+            step. Called `pipeline_fsdp_ag_once` in MaxText.
 
     Example:
         >>> rules = AxisRules(
@@ -50,6 +54,7 @@ class AxisRules:
     parameter_axes: Mapping[str, Axis] = field(default_factory=dict)
     parameters: Mapping[str, LogicalAxes] = field(default_factory=dict)
     activations: Mapping[str, LogicalAxes] = field(default_factory=dict)
+    gather_once: bool = False
 
     def __post_init__(self) -> None:
         for name, read in _FIELDS.items():
@@ -65,6 +70,7 @@ class AxisRules:
             table = getattr(self, name)
             lines += [f"{name}:"] if table else []
             lines += [f"  {key} -> {_text(value)}" for key, value in table.items()]
+        lines += ["gather_once"] if self.gather_once else []
         return "\n".join(lines)
 
     def __or__(self, other: "AxisRules") -> "AxisRules":
@@ -73,12 +79,14 @@ class AxisRules:
             **{
                 name: {**getattr(self, name), **getattr(other, name)}
                 for name in _FIELDS
-            }
+            },
+            gather_once=self.gather_once or other.gather_once,
         )
 
     def to_json(self) -> str:
         """Return the rules as JSON, which `from_json` reads."""
-        return json.dumps({name: dict(getattr(self, name)) for name in _FIELDS})
+        tables = {name: dict(getattr(self, name)) for name in _FIELDS}
+        return json.dumps({**tables, "gather_once": self.gather_once})
 
     @classmethod
     def from_json(cls, text: str) -> "AxisRules":

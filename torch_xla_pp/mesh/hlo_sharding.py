@@ -90,6 +90,35 @@ class OpShardingArgs(NamedTuple):
 REPLICATED = OpShardingArgs([], [], [], _REPLICATED)
 
 
+def stacked(
+    first: OpShardingArgs, rest: OpShardingArgs, num_dims: int, num_devices: int
+) -> OpShardingArgs | None:
+    """Return how a stack of values lies: split along the stack, and inside of it.
+
+    Args:
+        first: How the first dimension is split, for a value of that dimension alone.
+        rest: How each value of the stack is split.
+        num_dims: The dimensions of these values.
+        num_devices: The local devices.
+
+    Returns:
+        None if both split over the same devices, so that there is no such sharding.
+    """
+    tiles = [*(first.tiles or (1,)), *(rest.tiles or (1,) * num_dims)]
+    parts: dict[tuple[int, int], list[int]] = {}
+    outer, inner = (x.tile_of_device(num_devices) for x in (first, rest))
+    for device, part in enumerate(zip(outer, inner, strict=True)):
+        parts.setdefault(part, []).append(device)
+    sizes = {len(devices) for devices in parts.values()}
+    if len(parts) != math.prod(tiles) or len(sizes) != 1:
+        return None
+    ids = [device for part in sorted(parts) for device in parts[part]]
+    (size,) = sizes
+    if size > 1:
+        return _partial(ids, [*tiles, size])
+    return OpShardingArgs(_nest(ids, tiles), [], [], _TILED)
+
+
 def parse_sharding(text: str) -> OpShardingArgs:
     """Translate HLO text into what torch_xla makes a sharding of.
 

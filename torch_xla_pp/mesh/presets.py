@@ -43,27 +43,38 @@ LOGICAL_AXES = (
 def dp(axis: Axis = "data") -> AxisRules:
     """Split the batch; every device has all weights.
 
-    Expect: no collective in a forward; one all-reduce per weight in a backward.
+    Expect: no collective in a forward and a backward; an all-reduce per weight, once
+    per step.
     """
     return _rules(axis, ("batch",))
 
 
-def fsdp(axis: Axis = "data") -> AxisRules:
+def fsdp(axis: Axis = "data", *, gather_once: bool = False) -> AxisRules:
     """Split the batch, and weights along `embed`.
 
     Expect: an all-gather per weight where it is used, in forward and backward; a
-    reduce-scatter (on CPU devices an all-reduce and a slice) per gradient.
+    reduce-scatter (on CPU devices an all-reduce and a slice) per gradient. With
+    `gather_once` all of these once per step, and none per microbatch.
+
+    Args:
+        axis: The mesh axis.
+        gather_once: As in `AxisRules`.
     """
-    return _rules(axis, ("batch",), ("embed",))
+    return _rules(axis, ("batch",), ("embed",), gather_once=gather_once)
 
 
-def fsdp_transpose(axis: Axis = "data") -> AxisRules:
+def fsdp_transpose(axis: Axis = "data", *, gather_once: bool = False) -> AxisRules:
     """Split the batch, and weights along what is not `embed`.
 
     Expect: as for `fsdp`, on the other dimension. Mixed with `fsdp` over another axis
     it splits weights in both dimensions.
+
+    Args:
+        axis: The mesh axis.
+        gather_once: As in `AxisRules`.
     """
-    return _rules(axis, ("batch",), ("mlp", "heads", "kv_heads", "vocab"))
+    weights = ("mlp", "heads", "kv_heads", "vocab")
+    return _rules(axis, ("batch",), weights, gather_once=gather_once)
 
 
 def tp(axis: Axis = "model") -> AxisRules:
@@ -155,7 +166,11 @@ def mix(*presets: AxisRules) -> AxisRules:
         },
     )
     for rules in presets:
-        joined |= AxisRules(parameters=rules.parameters, activations=rules.activations)
+        joined |= AxisRules(
+            parameters=rules.parameters,
+            activations=rules.activations,
+            gather_once=rules.gather_once,
+        )
     return joined
 
 
@@ -174,11 +189,16 @@ def _joined(name: str, presets: tuple[AxisRules, ...], *, is_parameter: bool) ->
 
 
 def _rules(
-    axis: Axis, names: tuple[str, ...], of_parameters: tuple[str, ...] = ()
+    axis: Axis,
+    names: tuple[str, ...],
+    of_parameters: tuple[str, ...] = (),
+    *,
+    gather_once: bool = False,
 ) -> AxisRules:
     """Split `names` over a mesh axis, and `of_parameters` for parameters alone."""
     whole: dict[str, Axis] = dict.fromkeys(LOGICAL_AXES)
     return AxisRules(
         axes={**whole, **dict.fromkeys(names, axis)},
         parameter_axes=dict.fromkeys(of_parameters, axis),
+        gather_once=gather_once,
     )

@@ -1,7 +1,7 @@
 """What a stage costs on each device: memory, collectives, and what crosses its ends."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch_xla_pp.compile import Program
 from torch_xla_pp.mesh import Collective, LocalMesh, TensorSpec, collectives_of
@@ -43,6 +43,8 @@ class Explanation:
         sent_bytes: Bytes of the outputs of a microbatch, on one device; the last
             stage keeps them.
         programs: The programs that have run so far.
+        reduced_at_once: Parameter → why its gradient is reduced in every microbatch and
+            not once a step.
     """
 
     stage: int
@@ -51,6 +53,7 @@ class Explanation:
     received_bytes: int
     sent_bytes: int
     programs: tuple[ProgramCost, ...]
+    reduced_at_once: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [
@@ -59,6 +62,10 @@ class Explanation:
             "of buffers",
             f"  {self.received_bytes} bytes in, {self.sent_bytes} bytes out, per "
             "microbatch",
+        ]
+        lines += [
+            f"  gradient of {name} reduced in every microbatch: {reason}"
+            for name, reason in self.reduced_at_once.items()
         ]
         return "\n".join([*lines, *map(str, self.programs)])
 

@@ -12,10 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import Constraints, StagePrograms, accumulator
+from torch_xla_pp.compile import Constraints, Program, StagePrograms, accumulator
 from torch_xla_pp.errors import PipelineError
-from torch_xla_pp.mesh import Sharding, assign_partitions
-from torch_xla_pp.runtime.memory import device_bytes
+from torch_xla_pp.mesh import (
+    OpShardingArgs,
+    Partition,
+    Sharding,
+    assign_partitions,
+    parse_sharding,
+)
+from torch_xla_pp.runtime.gathered import GatheredWeights
+from torch_xla_pp.runtime.memory import Sizes, device_bytes
 from torch_xla_pp.runtime.placement import Placement
 
 
@@ -35,6 +42,7 @@ class ModuleState:
     Attributes:
         copies: Roles of the parameters that an earlier stage has, too.
         fixed: All values by role.
+        gathered: Copies of weights that a step makes once.
     """
 
     def __init__(
@@ -59,13 +67,28 @@ class ModuleState:
         self._unloaded = _materialize_meta(module)
         self._move()
         self._states = {name: _state_of(t) for name, t in _named_tensors(module)}
+        rules = placement.rules
+        is_once = rules is not None and rules.gather_once
+        self._sum_bytes = 0
+        self._used = self._used_partitions()
+        self.gathered = GatheredWeights(
+            {role: placement.sharding(p) for role, p in self._used.items()}
+            if is_once
+            else {}
+        )
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of parameters, buffers and gradients on one device."""
+        """Return the bytes of parameters, buffers and gradients on one device.
+
+        Copies that the last step gathered count, and its sums of gradients, if these
+        took more than the gradients do.
+        """
         values = list(self.fixed.values())
         grads = [value.grad for value in values if value.grad is not None]
-        return sum(device_bytes([*values, *grads, *self._sums.values()]))
+        grad_bytes = sum(device_bytes([*grads, *self._sums.values()]))
+        state_bytes = sum(device_bytes(values)) + self.gathered.num_bytes
+        return state_bytes + max(grad_bytes, self._sum_bytes)
 
     def shardings(self) -> dict[str, xla_compat.OpSharding]:
         """Return the sharding of every parameter and buffer, by role."""
@@ -76,11 +99,37 @@ class ModuleState:
         placement = self._placement
         if placement.rules is None:
             return None
-        used = placement.rules.used(shapes_of(self._module), self._partitions)
+        used = {} if placement.rules.gather_once else self._used
         return Constraints(
             placement.constraint,
-            {f"param:{name}": placement.sharding(p) for name, p in used.items()},
+            {role: placement.sharding(p) for role, p in used.items()},
         )
+
+    def layouts(self) -> dict[str, tuple[OpShardingArgs, int]]:
+        """Return how parameters are passed to programs, with their dimensions."""
+        rules = self._placement.rules
+        gathered = {} if rules is None or not rules.gather_once else self._used
+        texts = xla_compat.sharding_texts([*self.fixed.values()])
+        return {
+            role: (
+                self._placement.sharding_args(gathered[role])
+                if role in gathered
+                else parse_sharding(text),
+                value.dim(),
+            )
+            for (role, value), text in zip(self.fixed.items(), texts, strict=True)
+        }
+
+    @property
+    def programs(self) -> dict[str, Program]:
+        """Return the programs that have run so far, by what they do."""
+        program = self.gathered.program
+        is_known = program is not None and program.is_compiled
+        return {"gathering of weights": program} if is_known and program else {}
+
+    def values(self) -> Mapping[str, Tensor]:
+        """Return all values by role, as programs use them."""
+        return self.gathered.values(self.fixed)
 
     def begin_step(self) -> None:
         """Bring all values onto the device and forget the sums of the last step.
@@ -98,12 +147,14 @@ class ModuleState:
             xla_compat.sync_all()
         xla_compat.materialize(values + grads)
         self._check_shardings()
+        self.gathered.drop()
         self._sums = {}
         self._before = {r: v for r, v in self.fixed.items() if r.startswith("buffer:")}
 
     def roll_back(self) -> None:
         """Undo what a step that failed did to buffers; gradients were not touched."""
         self.update_buffers(self._before)
+        self.gathered.drop()
         self._sums = {}
 
     def sums(self, programs: StagePrograms) -> dict[str, Tensor]:
@@ -138,6 +189,13 @@ class ModuleState:
         self._spent += self._sums.values()
         self._sums = dict(sums)
 
+    def reduce_sums(self, programs: StagePrograms, sizes: Sizes) -> None:
+        """Add up the sums that are kept per group of rows; at the end of a step."""
+        self._sum_bytes = sizes.total(self._sums)
+        reduced = programs.reduce_sums(self._sums, self._grads())
+        self._spent += [self._sums[name] for name in reduced]
+        self._sums |= reduced
+
     def publish_grads(self) -> None:
         """Make the sums the parameters' `.grad`; called once, when a step is done.
 
@@ -147,6 +205,7 @@ class ModuleState:
             if accumulator(role) in self._sums:
                 value.grad = self._sums[accumulator(role)]
         self._sums = {}
+        self.gathered.drop()
         self._spent, self._spent_before = [], self._spent
         self._before = {}
 
@@ -156,6 +215,15 @@ class ModuleState:
             path, _, key = role.removeprefix("buffer:").rpartition(".")
             self._module.get_submodule(path)._buffers[key] = value
             self.fixed[role] = value
+
+    def _used_partitions(self) -> dict[str, Partition]:
+        """Return how weights lie where they are used, if not as they are kept."""
+        rules = self._placement.rules
+        if rules is None:
+            return {}
+        names = [name for name, _ in self._module.named_parameters()]
+        used = rules.used(names, self._partitions)
+        return {f"param:{name}": partition for name, partition in used.items()}
 
     def _grads(self) -> dict[str, Tensor]:
         """Return the gradients that parameters have, laid out like them.

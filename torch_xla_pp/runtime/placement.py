@@ -18,6 +18,8 @@ from torch_xla_pp.mesh import (
     OpShardingArgs,
     Partition,
     TensorSpec,
+    axis_names,
+    stacked,
 )
 from torch_xla_pp.transport import ShardLayout
 
@@ -88,6 +90,44 @@ class Placement:
                 f"{size}. Change the batch size or the number of microbatches."
             )
 
+    @property
+    def num_groups(self) -> int:
+        """Return over how many devices the rows of a batch are split."""
+        return self.local.axis_size(self._batch_axis)
+
+    def batch_dim(self, partition: Partition) -> int | None:
+        """Return which dimension of a value is split over the batch axis."""
+        axes = [axis_names(axis) for axis in partition]
+        batch = axis_names(self._batch_axis)
+        return axes.index(batch) if batch in axes else None
+
+    def rows_layout(self, num_dims: int, dim: int | None) -> xla_compat.OpSharding:
+        """Return the sharding of a value that has the rows in `dim`, or has none."""
+        axes = [self._batch_axis if i == dim else None for i in range(num_dims)]
+        return self.sharding(tuple(axes))
+
+    def stacked(
+        self, layout: OpShardingArgs, num_dims: int
+    ) -> xla_compat.OpSharding | None:
+        """Return how values lie, one for each group of rows, in a new dimension 0.
+
+        Args:
+            layout: How each of them lies.
+            num_dims: Its dimensions.
+
+        Returns:
+            None if they are split over the batch axis themselves.
+        """
+        first = self.sharding_args((self._batch_axis,))
+        found = stacked(first, layout, num_dims, self.local.num_devices)
+        return None if found is None else xla_compat.sharding_from_args(*found)
+
+    def sharding_args(self, partition: Partition) -> OpShardingArgs:
+        """Return what torch_xla makes the sharding for a partition of."""
+        if not self.local.is_split(partition):
+            return REPLICATED
+        return OpShardingArgs(*xla_compat.mesh_sharding_args(self._mesh, partition))
+
     def layout_of(
         self, axes: LogicalAxes | None, shape: tuple[int, ...], rows: int
     ) -> Partition:
@@ -138,10 +178,7 @@ class Placement:
     def layout(self, spec: TensorSpec) -> ShardLayout:
         """Return how a boundary value travels."""
         if spec not in self._layouts:
-            args = REPLICATED
-            if self.local.is_split(spec.partition):
-                found = xla_compat.mesh_sharding_args(self._mesh, spec.partition)
-                args = OpShardingArgs(*found)
+            args = self.sharding_args(spec.partition)
             layout = ShardLayout.of_sharding(spec.shape, spec.dtype, args)
             self._layouts[spec] = layout
         return self._layouts[spec]

@@ -18,6 +18,7 @@ from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.graph import Template, sharding_outputs
 from torch_xla_pp.mesh import AxisRules, Partition, TensorSpec
 from torch_xla_pp.plan import Fan, Value
+from torch_xla_pp.runtime.grad_groups import grouping_of
 from torch_xla_pp.runtime.links import Links
 from torch_xla_pp.runtime.memory import Sizes
 from torch_xla_pp.runtime.module_state import ModuleState
@@ -207,6 +208,7 @@ class StagePlan:
                 links.borders,
                 remat=self.remat,
                 constraints=state.constraints(),
+                grouping=grouping_of(placement, self.inputs, outputs, state.layouts()),
             )
             self._variants[mode] = Variant(
                 programs, outputs, links, joint.num_random, Sizes()

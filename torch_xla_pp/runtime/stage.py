@@ -189,13 +189,18 @@ class XlaPipelineStage(SilentStage):
         plan = self._plan()
         variant = self._variant(plan)
         mesh = self._placement.local
+        programs = {**self._state.programs, **variant.programs.compiled}
         return Explanation(
             stage=self.stage_index,
             num_parameters=sum(p.numel() for p in self.submod.parameters()),
             parameter_bytes=sum(device_bytes([*self._state.fixed.values()])),
             received_bytes=bytes_of(plan.received, mesh),
             sent_bytes=bytes_of(variant.outputs, mesh),
-            programs=costs_of(variant.programs.compiled, mesh),
+            programs=costs_of(programs, mesh),
+            reduced_at_once={
+                role.removeprefix("param:"): reason
+                for role, reason in variant.programs.reduced_at_once.items()
+            },
         )
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
@@ -459,7 +464,7 @@ class XlaPipelineStage(SilentStage):
             seed = self._seed(plan, fwd_chunk_id)
             programs = variant.programs
             run = programs.forward if self.has_backward else programs.inference
-            result = run(self._state.fixed, live, seed)
+            result = run(self._state.values(), live, seed)
             self._state.update_buffers(result.updates)
             if self.has_backward:
                 self._shelf.put("saved", fwd_chunk_id, result.live, variant.sizes)
@@ -494,7 +499,7 @@ class XlaPipelineStage(SilentStage):
                 grads, sums = programs.backward(self._fixed(programs), live)
                 self._state.set_sums(sums)
             else:
-                grads, residual = programs.backward_input(self._state.fixed, live)
+                grads, residual = programs.backward_input(self._state.values(), live)
                 self._shelf.put("residual", bwd_chunk_id, residual, variant.sizes)
             variant.links.give_grads(bwd_chunk_id, grads)
             if full_backward:
@@ -598,7 +603,7 @@ class XlaPipelineStage(SilentStage):
 
     def _fixed(self, programs: StagePrograms) -> dict[str, Tensor]:
         return {
-            **self._state.fixed,
+            **self._state.values(),
             **self._state.sums(programs),
         }
 
@@ -611,6 +616,8 @@ class XlaPipelineStage(SilentStage):
         stages = local_stages(self._driver())
         if all(stage._num_done == plan.num_microbatches for stage in stages):
             if any(stage.has_backward for stage in stages):
+                for stage in stages:
+                    stage._reduce_grads()
                 _combine_shared(stages)
             self._exchange.settle()
             for stage in stages:
@@ -618,6 +625,11 @@ class XlaPipelineStage(SilentStage):
             first = stages[0]
             if first.has_backward and self._variant(plan).programs.has_backward:
                 first._drives[self._driver()].kinds.forget_announced()
+
+    def _reduce_grads(self) -> None:
+        """Add up what the devices of this rank have of the step's gradients."""
+        variant = self._variant(self._plan())
+        self._state.reduce_sums(variant.programs, variant.sizes)
 
     def _plan(self) -> StagePlan:
         if self._current is None:

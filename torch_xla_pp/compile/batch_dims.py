@@ -1,0 +1,230 @@
+"""Follow the batch through a graph.
+
+A value's batch has a *place*: the dimension that it is in, and how many entries of that
+dimension come for each step of the batch's leading part, see `Place`. Merged dimensions
+keep it: rows and sequence in one dimension, or heads and rows.
+
+What is found says how a sum over the batch is best cut into groups. It may be wrong or
+missing without harm to numbers: a sum may be cut anywhere.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+_aten = torch.ops.aten
+
+_RESHAPES = frozenset(
+    {
+        _aten.squeeze.default,
+        _aten.squeeze.dim,
+        _aten.squeeze.dims,
+        _aten.unsqueeze.default,
+        _aten.view.default,
+        _aten._unsafe_view.default,
+    }
+)
+_REDUCTIONS = frozenset(
+    {
+        _aten.amax.default,
+        _aten.amin.default,
+        _aten.logsumexp.default,
+        _aten.mean.dim,
+        _aten.sum.dim_IntList,
+        _aten.var.correction,
+        _aten.var_mean.correction,
+    }
+)
+
+
+class Place(NamedTuple):
+    """Say where in a value the batch is.
+
+    Attributes:
+        dim: The dimension that it is part of.
+        outer: Product of the sizes that are merged into that dimension before it.
+    """
+
+    dim: int
+    outer: int = 1
+
+
+Places = dict[fx.Node, Place]
+
+
+def batch_places(graph: fx.Graph, known: Mapping[fx.Node, Place], size: int) -> Places:
+    """Find the place of the batch in the values of a graph.
+
+    Args:
+        graph: Its nodes have metadata of their values.
+        known: The places in some placeholders; others have no batch.
+        size: The number of groups that the batch is cut into.
+
+    Returns:
+        The places in the values that have a batch.
+    """
+    places: Places = dict(known)
+    for node in graph.nodes:
+        if node.op != "call_function" or shape_of(node) is None:
+            continue
+        place = _place(node, places)
+        if place is not None and _has_groups(node, place, size):
+            places[node] = place
+    return places
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...] | None:
+    """Return the shape of a node's value, None if it is no tensor."""
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def wrapped(dims: int | Sequence[int], count: int) -> list[int]:
+    """Return dimensions of a value of `count`, counted from the front."""
+    listed = [dims] if isinstance(dims, int) else dims
+    return [dim % count if count else 0 for dim in listed]
+
+
+def _place(node: fx.Node, places: Places) -> Place | None:
+    """Return the place of the batch in what a node computes from its operands."""
+    rule = _RULES.get(node.target)
+    if rule is not None:
+        return rule(node, places)
+    source = node.all_input_nodes[:1]
+    if node.target is operator.getitem and source:
+        return next(_alike(node, source[0].all_input_nodes, places), None)
+    return next(_alike(node, node.all_input_nodes, places), None)
+
+
+def _has_groups(node: fx.Node, place: Place, size: int) -> bool:
+    shape = _shape(node)
+    is_dim = place.dim < len(shape)
+    return is_dim and shape[place.dim] % (place.outer * size) == 0
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    return shape_of(node) or ()
+
+
+def _alike(
+    node: fx.Node, operands: Sequence[fx.Node], places: Places
+) -> Iterator[Place]:
+    """Take the places in operands whose dimension the result has, too."""
+    shape = _shape(node)
+    for operand in operands:
+        place, own = places.get(operand), _shape(operand)
+        if place is None:
+            continue
+        is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        dim = place.dim + (len(shape) - len(own) if is_pointwise else 0)
+        if 0 <= dim < len(shape) and shape[dim] == own[place.dim]:
+            yield place._replace(dim=dim)
+
+
+def _reshaped(node: fx.Node, places: Places) -> Place | None:
+    source = node.all_input_nodes[0]
+    place, old, new = places.get(source), _shape(source), _shape(node)
+    if place is None:
+        return None
+    before = math.prod(old[: place.dim]) * place.outer
+    for dim, size in enumerate(new):
+        start = math.prod(new[:dim])
+        if size > 1 and before % start == 0 and start <= before < start * size:
+            return Place(dim, before // start)
+    return None
+
+
+def _expanded(node: fx.Node, places: Places) -> Place | None:
+    source = node.all_input_nodes[0]
+    place = places.get(source)
+    shift = len(_shape(node)) - len(_shape(source))
+    return None if place is None else place._replace(dim=place.dim + shift)
+
+
+def _permuted(node: fx.Node, places: Places) -> Place | None:
+    source: Any = node.all_input_nodes[0]
+    place, count = places.get(source), len(_shape(source))
+    if place is None:
+        return None
+    order = permutation(node, count)
+    return place._replace(dim=order.index(place.dim))
+
+
+def permutation(node: fx.Node, count: int) -> list[int]:
+    """Return the order in which `node` puts the dimensions of a value of `count`."""
+    order = list(range(count))
+    if node.target is _aten.permute.default:
+        return wrapped(node.args[1], count)  # type: ignore[arg-type]
+    first, second = wrapped(node.args[1:] or (0, 1), count)  # type: ignore[arg-type]
+    if count > 1:
+        order[first], order[second] = order[second], order[first]
+    return order
+
+
+def _reduced(node: fx.Node, places: Places) -> Place | None:
+    source: Any = node.all_input_nodes[0]
+    place, old = places.get(source), _shape(source)
+    if place is None or len(_shape(node)) == len(old):
+        return next(_alike(node, [source], places), None)
+    dims = summed(node, len(old))
+    if place.dim in dims:
+        return None
+    return place._replace(dim=place.dim - sum(dim < place.dim for dim in dims))
+
+
+def summed(node: fx.Node, count: int) -> list[int]:
+    """Return the dimensions that a reduction of a value of `count` goes over."""
+    dims = node.args[1] if len(node.args) > 1 else None
+    return wrapped(dims, count) if dims else list(range(count))  # type: ignore[arg-type]
+
+
+def _selected(node: fx.Node, places: Places) -> Place | None:
+    source: Any = node.all_input_nodes[0]
+    place, count = places.get(source), len(_shape(source))
+    (dim,) = wrapped(node.args[1], count)  # type: ignore[arg-type]
+    if place is None or place.dim == dim:
+        return None
+    return place._replace(dim=place.dim - (dim < place.dim))
+
+
+def _unselected(node: fx.Node, places: Places) -> Place | None:
+    place = places.get(node.all_input_nodes[0])
+    (dim,) = wrapped(node.args[2], len(_shape(node)))  # type: ignore[arg-type]
+    return place and place._replace(dim=place.dim + (dim <= place.dim))
+
+
+def _stacked(node: fx.Node, places: Places) -> Place | None:
+    count = len(_shape(node))
+    (dim,) = wrapped(node.args[1] if len(node.args) > 1 else 0, count)  # type: ignore[arg-type]
+    known = (places[n] for n in node.all_input_nodes if n in places)
+    place = next(known, None)
+    return place and place._replace(dim=place.dim + (dim <= place.dim))
+
+
+def _multiplied(node: fx.Node, places: Places) -> Place | None:
+    """Find the place in a product of matrices, or of stacks of them."""
+    left, right = node.args[-2:]
+    rows, columns = places.get(left), places.get(right)  # type: ignore[arg-type]
+    last = len(_shape(left)) - 1
+    if rows is not None and rows.dim != last:
+        return rows
+    return columns if columns is not None and columns.dim != last - 1 else None
+
+
+_RULES: dict[Any, Callable[[fx.Node, Places], Place | None]] = {
+    **dict.fromkeys(_RESHAPES, _reshaped),
+    **dict.fromkeys(_REDUCTIONS, _reduced),
+    **dict.fromkeys((_aten.mm.default, _aten.bmm.default), _multiplied),
+    **dict.fromkeys((_aten.addmm.default, _aten.baddbmm.default), _multiplied),
+    _aten.expand.default: _expanded,
+    _aten.permute.default: _permuted,
+    _aten.select.int: _selected,
+    _aten.select_backward.default: _unselected,
+    _aten.stack.default: _stacked,
+    _aten.t.default: _permuted,
+    _aten.transpose.int: _permuted,
+}

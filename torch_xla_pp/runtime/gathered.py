@@ -1,0 +1,49 @@
+"""Weights that a step gathers once, in place of each program for itself.
+
+MaxText calls this `pipeline_fsdp_ag_once`. The copies are made by one program at the
+first use in a step, and dropped at its end.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.compile import Program, copied, copies
+from torch_xla_pp.runtime.memory import Sizes
+
+
+class GatheredWeights:
+    """Hold copies of weights during a step, laid out as programs use them.
+
+    Args:
+        used: Role of a weight → how it lies where it is used.
+
+    Attributes:
+        program: Makes the copies; None if there are none.
+        num_bytes: What the copies of the last step took on one device.
+    """
+
+    def __init__(self, used: Mapping[str, xla_compat.OpSharding]) -> None:
+        self._roles = list(used)
+        self._values: dict[str, Tensor] = {}
+        self._sizes = Sizes()
+        self.num_bytes = 0
+        self.program: Program | None = None
+        if used:
+            pins = {copied(role): sharding for role, sharding in used.items()}
+            self.program = Program(copies(self._roles), pins)
+
+    def values(self, fixed: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the stage's values with the copies in place; makes them if needed."""
+        if self.program is None:
+            return fixed
+        if not self._values:
+            made = self.program(fixed)
+            self._values = {role: made[copied(role)] for role in self._roles}
+            self.num_bytes = self._sizes.total(self._values)
+        return {**fixed, **self._values}
+
+    def drop(self) -> None:
+        """Forget the copies; they are freed once the programs that read them ran."""
+        self._values = {}
