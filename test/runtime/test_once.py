@@ -18,7 +18,7 @@ from torch_xla_pp.testing import Worlds
 pytestmark = pytest.mark.worlds
 
 # Backwards of weights come last, so that sums are taken over in both ways.
-TABLE = "0F0,0F1,0B0,0I1,0W1"
+TABLE = "0F0,0F1,0B0,0I1,0W1\n"
 
 
 def build(model: Model) -> Any:
