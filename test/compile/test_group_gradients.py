@@ -78,7 +78,7 @@ def test_sums_per_group_add_up_to_the_gradient(mesh: Any) -> None:
     grouping = grouping_over(mesh, eager)
     compiled = Compiled(eager, examples, mesh, grouping=grouping)
     programs, sums = compiled.programs, compiled.zero_sums()
-    assert programs.reduced_at_once == REFUSED
+    assert programs.reduced_per_microbatch == REFUSED
     for _ in range(2):
         x, tokens = torch.randn(4, 3, 8), torch.randint(0, 12, (4, 3))
         expected, weight = eager(x, tokens), torch.randn(4, 7, 8)

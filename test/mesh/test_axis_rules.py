@@ -93,6 +93,8 @@ def test_axes_must_be_names() -> None:
         AxisRules(axes={"batch": 3})  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="got 'mlp'"):
         AxisRules(parameters={"*": "mlp"})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="True or False for gather_once, got 'data'"):
+        AxisRules(gather_once="data")  # type: ignore[arg-type]
 
 
 @given(axis_rules())

@@ -18,13 +18,13 @@ def test_an_explanation_reads_like_this() -> None:
             ProgramCost(name="forward", collectives=(gather,)),
             ProgramCost(name="inference", collectives=()),
         ),
-        reduced_at_once={"scale": "aten.flip.default is not cut"},
+        reduced_per_microbatch={"up": "flip is not cut", "down": "flip is not cut"},
     )
     assert str(explanation).splitlines() == [
         "stage 1, on each device",
         "  16 bytes of 8 parameters and of buffers",
         "  32 bytes in, 0 bytes out, per microbatch",
-        "  gradient of scale reduced in every microbatch: aten.flip.default is not cut",
+        "  gradients reduced in every microbatch, as flip is not cut: up, down",
         "  forward:",
         "    2 all-gather over data: 64 bytes",
         "  inference:",

@@ -84,7 +84,7 @@ def test_a_step_gathers_and_reduces_once_and_drops_what_it_gathered(
     programs = [program.name for program in found["explanation"].programs]
     assert programs[0] == "gathering of weights"
     assert programs[-1] == "gradient reduction"
-    assert found["explanation"].reduced_at_once == {}
+    assert found["explanation"].reduced_per_microbatch == {}
     assert found["kept"] == 0
     names = ("qkv.weight", "out.weight", "up.weight", "down.weight")
     sizes = {n: 4 * p.numel() for n, p in Model(num_blocks=1).named_parameters()}

@@ -127,12 +127,13 @@ def _summed(parts: Parts, node: fx.Node) -> fx.Node | None:
     args: Any = node.args
     place, dims = parts.places.get(args[0]), summed(node, len(_shape(args[0])))
     keepdim = len(args) > 2 and bool(args[2])
-    if node.kwargs:
-        return None
     if place is not None and place.dim in dims:
-        return parts.call(node, parts.rows.sum, args[0], list(place), dims, keepdim)
+        target, at = parts.rows.sum, list(place)
+        return parts.call(node, target, args[0], at, dims, keepdim, **node.kwargs)
     found, inner = parts.of(args[0]), [dim + 1 for dim in dims]
-    return found and parts.call(node, _aten.sum.dim_IntList, found, inner, keepdim)
+    return found and parts.call(
+        node, _aten.sum.dim_IntList, found, inner, keepdim, **node.kwargs
+    )
 
 
 def _product(parts: Parts, node: fx.Node) -> fx.Node | None:

@@ -8,6 +8,7 @@ that each device adds up what it has and exchanges nothing.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
@@ -59,11 +60,16 @@ class RowGroups:
         return xla_compat.product(first, second, sums, range(count - 1))
 
     def sum(
-        self, value: Tensor, place: Sequence[int], dims: Sequence[int], keepdim: bool
+        self,
+        value: Tensor,
+        place: Sequence[int],
+        dims: Sequence[int],
+        keepdim: bool,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Sum over `dims`, among them that of the batch, whose place is given."""
         parts = self.split(value, *Place(*place))
-        return parts.sum([dim + 1 for dim in dims], keepdim=keepdim)
+        return parts.sum([dim + 1 for dim in dims], keepdim=keepdim, dtype=dtype)
 
     def apply(
         self, op: OpOverload, item: int | None, dims: Sequence[int], args: Any

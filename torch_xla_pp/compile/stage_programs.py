@@ -110,8 +110,8 @@ class StagePrograms:
             `reduce_sums` adds up the groups.
 
     Attributes:
-        reduced_at_once: Role of a parameter → why its gradient is reduced in every
-            microbatch, although rows are in groups.
+        reduced_per_microbatch: Role of a parameter → why its gradient is reduced in
+            every microbatch, although rows are in groups.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class StagePrograms:
         grouping: Grouping | None = None,
     ) -> None:
         borders = borders or Borders()
-        self.reduced_at_once: dict[str, str] = {}
+        self.reduced_per_microbatch: dict[str, str] = {}
         self._groups: dict[str, int] = {}
         if grouping is not None:
-            self.reduced_at_once = group_gradients(joint, grouping)
-            grouped = joint.parameter_grads.keys() - self.reduced_at_once
+            self.reduced_per_microbatch = group_gradients(joint, grouping)
+            grouped = joint.parameter_grads.keys() - self.reduced_per_microbatch
             self._groups = dict.fromkeys(sorted(grouped), grouping.rows.size)
         functions = partition_joint(joint, remat)
         self._functions = functions

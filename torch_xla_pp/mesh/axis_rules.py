@@ -60,6 +60,11 @@ class AxisRules:
         for name, read in _FIELDS.items():
             table = {key: read(value) for key, value in getattr(self, name).items()}
             object.__setattr__(self, name, MappingProxyType(table))
+        if not isinstance(self.gather_once, bool):
+            raise TypeError(
+                "AxisRules: expected True or False for gather_once, got "
+                f"{self.gather_once!r}. Name axes in parameter_axes."
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return AxisRules.from_json, (self.to_json(),)

@@ -108,8 +108,8 @@ def cp(axis: Axis = "context") -> AxisRules:
     """Split the sequence everywhere but in keys and values.
 
     Expect: an all-gather of keys and of values in a forward, and a sum of their
-    gradients in a backward; an all-reduce per weight as for `dp`. Under a causal mask
-    later devices have more to do; the sequence is not striped to even it out.
+    gradients and of each weight's in a backward. Under a causal mask later devices have
+    more to do; the sequence is not striped to even it out.
     """
     return _rules(axis, ("sequence", "norm_sequence"))
 
@@ -121,7 +121,7 @@ def sp(axis: Axis = "sequence") -> AxisRules:
     `("batch", None, "heads", "head_dim")`, all else has `norm_sequence`.
 
     Expect: an all-to-all (or a gather and a slice) on the way into attention and out
-    of it; an all-reduce per weight as for `dp`.
+    of it; an all-reduce per weight in a backward.
     """
     rules = _rules(axis, ("norm_sequence", "heads", "kv_heads"))
     return rules | AxisRules(parameter_axes={"heads": None, "kv_heads": None})
@@ -131,7 +131,7 @@ def ep(axis: Axis = "expert") -> AxisRules:
     """Split the experts, and the batch outside of them, over the same axis.
 
     Expect: an all-to-all (or a gather and a slice) of tokens to the experts and back;
-    an all-reduce per weight that is no expert's.
+    an all-reduce per weight that is no expert's, once per step.
     """
     return _rules(axis, ("expert", "batch"))
 

@@ -43,8 +43,8 @@ class Explanation:
         sent_bytes: Bytes of the outputs of a microbatch, on one device; the last
             stage keeps them.
         programs: The programs that have run so far.
-        reduced_at_once: Parameter → why its gradient is reduced in every microbatch and
-            not once a step.
+        reduced_per_microbatch: Parameter → why its gradient is reduced in every
+            microbatch and not once a step.
     """
 
     stage: int
@@ -53,7 +53,7 @@ class Explanation:
     received_bytes: int
     sent_bytes: int
     programs: tuple[ProgramCost, ...]
-    reduced_at_once: Mapping[str, str] = field(default_factory=dict)
+    reduced_per_microbatch: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [
@@ -63,10 +63,12 @@ class Explanation:
             f"  {self.received_bytes} bytes in, {self.sent_bytes} bytes out, per "
             "microbatch",
         ]
-        lines += [
-            f"  gradient of {name} reduced in every microbatch: {reason}"
-            for name, reason in self.reduced_at_once.items()
-        ]
+        for reason in dict.fromkeys(self.reduced_per_microbatch.values()):
+            names = [n for n, r in self.reduced_per_microbatch.items() if r == reason]
+            lines.append(
+                f"  gradients reduced in every microbatch, as {reason}: "
+                f"{', '.join(names)}"
+            )
         return "\n".join([*lines, *map(str, self.programs)])
 
 

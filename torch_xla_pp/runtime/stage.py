@@ -197,9 +197,9 @@ class XlaPipelineStage(SilentStage):
             received_bytes=bytes_of(plan.received, mesh),
             sent_bytes=bytes_of(variant.outputs, mesh),
             programs=costs_of(programs, mesh),
-            reduced_at_once={
+            reduced_per_microbatch={
                 role.removeprefix("param:"): reason
-                for role, reason in variant.programs.reduced_at_once.items()
+                for role, reason in variant.programs.reduced_per_microbatch.items()
             },
         )
 
