@@ -1,5 +1,9 @@
 """The main program of one worker process: runs functions until its parent leaves.
 
+A worker is forked from a server that has imported this module and what it names, since
+those imports take most of the time of a short job. Nothing of torch_xla is alive in the
+server: XLA reads its flags and makes its client in the worker.
+
 Protocol: the worker sends "ready", gets a task, sends its answer, and begins again.
 """
 
@@ -12,19 +16,30 @@ import pickle
 import signal
 import sys
 import traceback
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
+
+import torch._dynamo  # noqa: F401  (imported when a model is first traced)
+import torch._functorch.aot_autograd  # noqa: F401
+import torch.distributed as dist
+
+from torch_xla_pp.env import set_defaults
 
 _PR_SET_PDEATHSIG = 1
 
 
-def main() -> None:
-    """Serve the parent at the other end of the descriptor on the command line."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+def main(parent: Connection, log: str, env: dict[str, str]) -> None:
+    """Serve the other end of `parent` in an environment; print to the file `log`."""
     _end_with_parent()
-    descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)
-    with Connection(descriptor) as parent:
+    with open(log, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(env)
+    set_defaults()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    with parent:
         _serve(parent)
 
 
@@ -32,8 +47,10 @@ def _end_with_parent() -> None:
     """Let the system kill this process when its parent ends.
 
     The end of the connection is only seen between tasks; a worker that hangs in a
-    collective, perhaps with the GIL, would stay for ever.
+    collective, perhaps with the GIL, would stay for ever. The server from which it is
+    forked ends when nobody holds a certain pipe any more, so a worker must not hold it.
     """
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -80,12 +97,6 @@ def _answer(
 
 
 def _leave_group() -> None:
-    import torch.distributed as dist
-
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,9 @@
 """A pool of worker processes, each of which is one rank of a job.
 
-Importing torch_xla and compiling take seconds, so processes are kept and given one
-function after the other. The number of XLA devices of a process is fixed when its
-client is made: workers are kept by that number. Between two functions a worker leaves
-its process group; nothing else is reset.
+Importing torch_xla and compiling take seconds, so processes are forked from a server
+that has imported it, and are kept and given one function after the other. The number
+of XLA devices of a process is fixed when its client is made: workers are kept by that
+number. Between two functions a worker leaves its process group; nothing else is reset.
 
 Laws: a run ends. Every run has a time limit, and when a rank fails the others get a
 short while to end by themselves; then they are killed, and their stacks are shown.
@@ -12,21 +12,24 @@ their transport is unknown. No worker outlives the process that made it.
 """
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import Pipe
+from multiprocessing import Pipe, forkserver
 from multiprocessing.connection import wait
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
+from torch_xla_pp.testing.worker import main
+
+_CONTEXT = multiprocessing.get_context("forkserver")
 GRACE_S = 10.0
 _MAX_IDLE = 8
 _START_S = 120.0
@@ -60,36 +63,28 @@ class Outcome:
 
 
 class _Worker:
-    """Own one worker process, the connection to it and the file of its output.
-
-    It must be made by a thread that lives as long as the worker is used: the system
-    ends the worker with that thread.
-    """
+    """Own one worker process, the connection to it and the file of its output."""
 
     def __init__(self, num_devices: int) -> None:
-        self._log = tempfile.TemporaryFile("w+b")
+        self._log = tempfile.NamedTemporaryFile()
         self._run_start = 0
         self.connection, child = Pipe()
+        environment = os.environ | _worker_env(num_devices)
+        _ensure_server(environment)
         with child:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "torch_xla_pp.testing.worker",
-                    str(child.fileno()),
-                ],
-                env=os.environ | _worker_env(num_devices),
-                stdout=self._log,
-                stderr=self._log,
-                pass_fds=[child.fileno()],
+            self._process = _CONTEXT.Process(
+                target=main,
+                args=(child, self._log.name, environment),
+                daemon=True,
             )
+            self._process.start()
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return cast(int, self._process.pid)
 
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return self._process.is_alive()
 
     def is_ready(self, limit_s: float) -> bool:
         """Wait for the worker to be free; False if it ended or takes longer."""
@@ -110,13 +105,12 @@ class _Worker:
     def output(self, start: int | None = None) -> str:
         """Return the end of what was printed since byte `start` or in this run."""
         start = self._run_start if start is None else start
-        # The worker writes through the same file position, so it must not move.
         data = os.pread(self._log.fileno(), self.num_log_bytes() - start, start)
         return data.decode(errors="replace")[-_TAIL_CHARACTERS:]
 
     def ask_for_stacks(self) -> None:
         """Let the worker print the stacks of its threads, soon."""
-        self._process.send_signal(signal.SIGUSR1)
+        os.kill(self.pid, signal.SIGUSR1)
 
     def kill(self) -> None:
         """End the worker at once."""
@@ -126,17 +120,20 @@ class _Worker:
     def close(self) -> int:
         """Let the worker end and return its exit code."""
         self.connection.close()
-        try:
-            code = self._process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
+        self._process.join(GRACE_S)
+        if self._process.is_alive():
             self._process.kill()
-            code = self._process.wait()
+            self._process.join()
         self._log.close()
-        return code
+        return cast(int, self._process.exitcode)
 
 
 class Worlds:
     """Run functions in every rank of a job, in reused processes.
+
+    Workers load the main script of the caller's process under another name, as
+    `multiprocessing` does: what a script runs belongs under
+    `if __name__ == "__main__"`.
 
     Example:
         >>> with Worlds() as worlds:
@@ -275,8 +272,23 @@ class Worlds:
                 excess -= 1
 
 
+def _ensure_server(environment: dict[str, str]) -> None:
+    """Start the server that workers are forked from, if it does not run.
+
+    Libraries that it loads take their numbers of threads from its environment.
+    """
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        _CONTEXT.set_forkserver_preload([main.__module__])
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def _start(num_workers: int, devices: int) -> list[_Worker]:
-    """Start workers side by side, since each imports torch_xla first."""
+    """Start workers side by side."""
     workers: list[_Worker] = []
     try:
         workers += (_Worker(devices) for _ in range(num_workers))
