@@ -12,7 +12,7 @@ from torch_xla_pp.compile.partition import (
     check_remat,
     partition_joint,
 )
-from torch_xla_pp.compile.program import Program
+from torch_xla_pp.compile.program import MARK, Program
 from torch_xla_pp.compile.shared import SharedSums
 from torch_xla_pp.compile.stage_programs import (
     Borders,
@@ -22,6 +22,7 @@ from torch_xla_pp.compile.stage_programs import (
 )
 
 __all__ = [
+    "MARK",
     "Borders",
     "Constraints",
     "Forwarded",
