@@ -46,7 +46,7 @@ class Side:
     ) -> None:
         parts = {index: gpt.make_part(index, num_stages, size) for index in indices}
         self.stages = [make(part, i, num_stages) for i, part in parts.items()]
-        self._runner = make_runner(schedule, self.stages, microbatches)
+        self.runner = make_runner(schedule, self.stages, microbatches)
         parameters = [p for stage in self.stages for p in stage.submod.parameters()]
         self._optimizer = torch.optim.SGD(parameters, lr=0.01)
         tokens, target = gpt.make_batch(microbatches, size)
@@ -56,7 +56,7 @@ class Side:
     def step(self) -> None:
         """Do one training step; ours may still run on the device."""
         losses: list[Tensor] = []
-        self._runner.step(*self._inputs, target=self._target, losses=losses)
+        self.runner.step(*self._inputs, target=self._target, losses=losses)
         self._optimizer.step()
         self._optimizer.zero_grad()
         for loss in losses[-1:]:

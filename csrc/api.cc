@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string>
 
+#include "recorder.h"
 #include "registry.h"
 #include "ucx_link.h"
 
@@ -63,9 +64,17 @@ std::shared_ptr<Engine> RemoveEngine(int64_t id) {
 extern "C" {
 
 // Returns the length of what is wrong, 0 for success.
-int64_t xpp_register(const void* get_api, const char* target, int32_t is_receive,
-                     char* error, int64_t capacity) {
-  return CopyText(RegisterHandler(get_api, target, is_receive != 0), error, capacity);
+int64_t xpp_register(const void* get_api, const char* target, int32_t op, char* error,
+                     int64_t capacity) {
+  return CopyText(RegisterHandler(get_api, target, static_cast<Op>(op)), error,
+                  capacity);
+}
+
+void xpp_start_recording() { TheRecorder().Start(); }
+
+// Returns how many records there are; `out` gets them if its capacity is enough.
+int64_t xpp_stop_recording(Record* out, int64_t capacity) {
+  return static_cast<int64_t>(TheRecorder().Stop(out, static_cast<size_t>(capacity)));
 }
 
 // Returns the engine's number, or 0 with what is wrong in `error`.

@@ -2,6 +2,8 @@
 //
 // Receive: the route, int64[8 + tensors * devices] (see `Route`) → shards, a token.
 // Send: the route, shards → a token.
+// Begin, end: a mark, int64[3] (kind, stage and microbatch of an action), whatever must
+// be there before → a token.
 //
 // A token is an int32[1] without a meaning: a program that returns it keeps the op.
 
@@ -13,6 +15,7 @@
 #include <vector>
 
 #include "engine.h"
+#include "recorder.h"
 #include "registry.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -175,6 +178,7 @@ ffi::Error Send(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets
     }
     offset += shards[t].size;
   }
+  TheRecorder().Note(Event::kSent, message.key, size);
   engine->Send(static_cast<int>(route.peer), std::move(message));
   return ffi::Error::Success();
 }
@@ -208,6 +212,7 @@ ffi::Future Receive(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets 
   request.key = KeyOf(route, route.peer);
   engine->numbers().Assign(device, /*is_receive=*/true, static_cast<int>(route.peer),
                            &request.key);
+  TheRecorder().Note(Event::kAsked, request.key);
   request.layout.num_devices = static_cast<int32_t>(num_devices);
   request.layout.digest = static_cast<uint64_t>(route.digest);
   request.part_sizes = PartSizes(route, shards, num_devices);
@@ -224,6 +229,27 @@ ffi::Future Receive(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets 
   return future;
 }
 
+// Tells the recorder that a program of an action begins or ends.
+ffi::Error Mark(Event event, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  ClearToken(rets);
+  const auto mark = args.get<ffi::AnyBuffer>(0).value();
+  const auto* fields = static_cast<const int64_t*>(mark.untyped_data());
+  Record record;
+  record.direction = fields[0];
+  record.stage = fields[1];
+  record.microbatch = fields[2];
+  TheRecorder().Note(event, record);
+  return ffi::Error::Success();
+}
+
+ffi::Error Begin(ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  return Mark(Event::kBegan, args, rets);
+}
+
+ffi::Error End(ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  return Mark(Event::kEnded, args, rets);
+}
+
 XLA_FFI_DEFINE_HANDLER(
     kSend, Send,
     ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets());
@@ -232,10 +258,15 @@ XLA_FFI_DEFINE_HANDLER(
     kReceive, Receive,
     ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets());
 
+XLA_FFI_DEFINE_HANDLER(kBegin, Begin, ffi::Ffi::Bind().RemainingArgs().RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER(kEnd, End, ffi::Ffi::Bind().RemainingArgs().RemainingRets());
+
+XLA_FFI_Handler* const kHandlers[] = {kSend, kReceive, kBegin, kEnd};
+
 }  // namespace
 
-std::string RegisterHandler(const void* get_api, const std::string& target,
-                            bool is_receive) {
+std::string RegisterHandler(const void* get_api, const std::string& target, Op op) {
   const auto* api = reinterpret_cast<const XLA_FFI_Api* (*)()>(get_api)();
   if (!api || api->struct_size != sizeof(XLA_FFI_Api) ||
       api->api_version.major_version != XLA_FFI_API_MAJOR ||
@@ -243,8 +274,8 @@ std::string RegisterHandler(const void* get_api, const std::string& target,
     return "XLA's FFI has another version than the headers that this library was "
            "built with";
   }
-  XLA_FFI_Error* error = ffi::Ffi::RegisterStaticHandler(api, target, "Host",
-                                                         is_receive ? kReceive : kSend);
+  XLA_FFI_Error* error = ffi::Ffi::RegisterStaticHandler(
+      api, target, "Host", kHandlers[static_cast<int32_t>(op)]);
   if (!error) return "";
   XLA_FFI_Error_GetMessage_Args message{};
   message.struct_size = XLA_FFI_Error_GetMessage_Args_STRUCT_SIZE;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "executor.h"
+#include "recorder.h"
 
 namespace xla_pp {
 namespace {
@@ -95,6 +96,7 @@ void Inbox::ReceiveLocked(Request request, Tasks& tasks) {
 }
 
 void Inbox::Deliver(Message message) {
+  TheRecorder().Note(Event::kArrived, message.key);
   Tasks tasks;
   {
     std::lock_guard lock(mutex_);

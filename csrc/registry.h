@@ -14,10 +14,11 @@ int64_t AddEngine(std::shared_ptr<Engine> engine);
 std::shared_ptr<Engine> FindEngine(int64_t id);
 std::shared_ptr<Engine> RemoveEngine(int64_t id);
 
-// Makes XLA call the send or the receive handler for custom calls of this target.
-// Returns what is wrong, or nothing. `get_api` is the address of
-// xla::ffi::GetXlaFfiApi in the XLA that runs the programs.
-std::string RegisterHandler(const void* get_api, const std::string& target,
-                            bool is_receive);
+enum class Op : int32_t { kSend = 0, kReceive = 1, kBegin = 2, kEnd = 3 };
+
+// Makes XLA call the handler of an op for custom calls of this target. Returns what is
+// wrong, or nothing. `get_api` is the address of xla::ffi::GetXlaFfiApi in the XLA that
+// runs the programs.
+std::string RegisterHandler(const void* get_api, const std::string& target, Op op);
 
 }  // namespace xla_pp

@@ -15,14 +15,19 @@ def python_blocks(page: Path) -> str:
     return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 
 
-def test_the_tutorial_runs(tmp_path: Path) -> None:
-    script = tmp_path / "first.py"
-    script.write_text(python_blocks(ROOT / "docs" / "tutorial.md"))
+def test_the_tutorial_runs_and_its_steps_are_recorded(tmp_path: Path) -> None:
+    script, trace = tmp_path / "first.py", tmp_path / "trace.json"
+    recording = python_blocks(ROOT / "docs" / "timelines.md")
+    recording = recording.replace('"trace.json"', f'"{trace}"')
+    before, last = python_blocks(ROOT / "docs" / "tutorial.md").rsplit("dist.", 1)
+    script.write_text(f"{before}{recording}dist.{last}")
     printed = torchrun(script, ranks=2, devices=2)
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
     assert len(losses) == 2
     assert losses[1] < losses[0]
     assert "output (16, 16)" in printed
+    assert "0 -> 1 F" in printed
+    assert "0F3" in trace.read_text()
 
 
 def test_the_page_on_stage_graphs_runs(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ PUBLIC = [
     "init_device_mesh",
     "pipeline",
     "pipeline_yield",
+    "profile_step",
     "shard",
 ]
 

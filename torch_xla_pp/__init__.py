@@ -27,7 +27,12 @@ if sys.orig_argv[1:3] != ["-m", "torch_xla_pp"]:
     from torch_xla_pp.launch import device, init_device_mesh
     from torch_xla_pp.mesh import AxisRules
     from torch_xla_pp.pipeline import Pipe, pipeline
-    from torch_xla_pp.runtime import PipelineStage, ScheduleFromTable, clip_grad_norm_
+    from torch_xla_pp.runtime import (
+        PipelineStage,
+        ScheduleFromTable,
+        clip_grad_norm_,
+        profile_step,
+    )
     from torch_xla_pp.schedule import Action, Schedule
 
 __all__ = [
@@ -48,5 +53,6 @@ __all__ = [
     "init_device_mesh",
     "pipeline",
     "pipeline_yield",
+    "profile_step",
     "shard",
 ]

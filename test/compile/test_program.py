@@ -8,10 +8,13 @@ from compile.stages import Compiled
 from torch import Tensor, fx, nn
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import Function, Program
+from torch_xla_pp.compile import MARK, Function, Program
 from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.transport import Event, recording
 
 pytestmark = pytest.mark.xla
+
+ROWS = ("data", None)
 
 
 def function(call: Any, inputs: tuple[str, ...]) -> Function:
@@ -91,6 +94,25 @@ def test_outputs_have_the_sharding_they_are_pinned_to(
     like = upload(mesh, torch.ones(4, 4), partition)
     out = program({"x": rows, "y": rows})["out"]
     assert xla_compat.sharding_texts([out]) == xla_compat.sharding_texts([like])
+
+
+def test_a_marked_program_notes_its_times_and_computes_the_same(mesh: Any) -> None:
+    program = Program(function(add, ("x", "y")), {"out": mesh.get_op_sharding(ROWS)})
+    values = {name: upload(mesh, torch.randn(4, 4), ROWS) for name in "xy"}
+    plain = program(values)["out"].cpu()
+    for _ in range(2):
+        recording.start()
+        out = program({**values, MARK: recording.mark("W", 2, 3)})["out"]
+        xla_compat.flush()
+        records = recording.stop()
+        assert torch.equal(out.cpu(), plain)
+        assert {r[2:5] for r in records} == {("W", 2, 3)}
+        times = {e: [r.time_ns for r in records if r.event is e] for e in Event}
+        assert len(times[Event.BEGAN]) == len(times[Event.ENDED]) == 2
+        assert min(times[Event.BEGAN]) < max(times[Event.ENDED])
+    program({**values, MARK: recording.mark("W", 2, 3)})
+    xla_compat.flush()
+    assert recording.stop() == []
 
 
 def test_nothing_is_compiled_after_the_first_call(mesh: Any) -> None:

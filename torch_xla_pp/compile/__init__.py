@@ -13,7 +13,7 @@ from torch_xla_pp.compile.partition import (
     check_remat,
     partition_joint,
 )
-from torch_xla_pp.compile.program import Program
+from torch_xla_pp.compile.program import MARK, Program
 from torch_xla_pp.compile.row_groups import RowGroups
 from torch_xla_pp.compile.shared import SharedSums
 from torch_xla_pp.compile.stage_programs import (
@@ -25,6 +25,7 @@ from torch_xla_pp.compile.stage_programs import (
 from torch_xla_pp.compile.sums import copied, copies
 
 __all__ = [
+    "MARK",
     "Borders",
     "Constraints",
     "Forwarded",

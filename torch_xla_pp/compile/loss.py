@@ -1,6 +1,6 @@
 """The loss of a microbatch and its gradient by the stage's outputs, as one program."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -84,7 +84,10 @@ class LossProgram:
         self.dtype = joint.example_outputs[0][0].dtype
 
     def __call__(
-        self, inputs: Sequence[Tensor], scale: Tensor
+        self,
+        inputs: Sequence[Tensor],
+        scale: Tensor,
+        marks: Mapping[str, Tensor],
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Enqueue the program.
 
@@ -92,12 +95,14 @@ class LossProgram:
             inputs: The outputs' tensors and the target, on the device.
             scale: What to multiply the gradient by, a scalar of the loss's dtype on
                 the device.
+            marks: The `MARK` of the action that it is part of, nothing if that is not
+                recorded.
 
         Returns:
             The loss, and input index → gradient.
         """
         values = {f"input:{i}": value for i, value in enumerate(inputs)}
-        values[_SCALE] = scale
+        values |= {_SCALE: scale, **marks}
         values |= self._program({**self._constants.values(), **values})
         return values[self._value], {i: values[n] for i, n in self._grads.items()}
 

@@ -13,6 +13,7 @@ exception when broken:
 * The sharding of an output is pinned where the caller relies on it.
 """
 
+import functools
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
@@ -26,6 +27,10 @@ from torch_xla_pp.compile.border import TOKEN, Border, route_in, route_out
 from torch_xla_pp.compile.lowering import Constraints, Lowering
 from torch_xla_pp.compile.partition import Function
 from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.transport import recording
+
+MARK = "mark"
+"""Name of the operand that says which action a program is part of."""
 
 _REPLICATED = "{replicated}"
 _SEED = "seed"
@@ -47,6 +52,9 @@ class Program:
         wanted: Names to return, of outputs, received values and sums; None for the
             function's outputs.
         constraints: How values lie while it runs, None to leave that to XLA.
+        is_marked: Whether it notes when it begins and ends. A call that passes a
+            `MARK` to a program that is not runs its marked twin, which is compiled
+            when it is first needed.
 
     Attributes:
         inputs: Names of the values that a call needs.
@@ -66,7 +74,22 @@ class Program:
         parts: Mapping[str, Sequence[str]] | None = None,
         wanted: Collection[str] | None = None,
         constraints: Constraints | None = None,
+        is_marked: bool = False,
     ) -> None:
+        self._make_marked = functools.partial(
+            Program,
+            function,
+            pins,
+            checked,
+            donated=donated,
+            received=received,
+            sent=sent,
+            parts=parts,
+            wanted=wanted,
+            constraints=constraints,
+            is_marked=True,
+        )
+        self._is_marked = is_marked
         self.function = function
         self._constraints = constraints
         self._received = received
@@ -78,8 +101,8 @@ class Program:
         made = (*function.outputs, *arriving)
         kept = function.outputs if wanted is None else made
         outputs = [n for n in dict.fromkeys(kept) if wanted is None or n in wanted]
-        has_border = bool(received or sent)
-        self.outputs = (*outputs, TOKEN) if has_border else tuple(outputs)
+        has_token = bool(received or sent or is_marked)
+        self.outputs = (*outputs, TOKEN) if has_token else tuple(outputs)
         pinned = (*function.outputs, *self._parts)
         self._pins = {n: pins[n] for n in pinned if n in pins}
         self._checked = [i for i, n in enumerate(self.inputs) if n in checked]
@@ -91,6 +114,10 @@ class Program:
         self._names: list[str] = []
         self._captured: dict[str, Tensor] = {}
         self._has_seed = False
+
+    @functools.cached_property
+    def _marked(self) -> "Program":
+        return self._make_marked()
 
     @property
     def is_compiled(self) -> bool:
@@ -106,7 +133,8 @@ class Program:
         routes = [route_in(b.stage) for b in self._received]
         routes += [route_out(b.stage) for b in self._sent]
         needed = [n for n in read if n not in arriving]
-        return tuple(dict.fromkeys([*needed, *routes]))
+        marks = [MARK] if self._is_marked else []
+        return tuple(dict.fromkeys([*needed, *routes, *marks]))
 
     def __call__(
         self, values: Mapping[str, Tensor], seed: int = 0
@@ -124,6 +152,8 @@ class Program:
             PipelineError: The sharding of a value differs from the one that the
                 program was compiled for.
         """
+        if MARK in values and not self._is_marked:
+            return self._marked(values, seed)
         if self._hash is None:
             self._hash = self._trace([values[name] for name in self.inputs])
         elif self._checked:
@@ -153,7 +183,7 @@ class Program:
 
     def _compute(self, values: dict[str, Tensor]) -> list[Tensor]:
         """Receive, run the function and send; all of it pending."""
-        tokens = []
+        tokens = [recording.begin_op(values[MARK])] if self._is_marked else []
         for received in self._received:
             values |= border.receive(received, values)
             tokens.append(values[TOKEN])
@@ -166,7 +196,19 @@ class Program:
         tokens += [border.send(sent, values) for sent in self._sent]
         if tokens:
             values[TOKEN] = reduce(operator.add, tokens)
+        if self._is_marked:
+            values[TOKEN] = self._end(values)
         return [values[name] for name in self.outputs]
+
+    def _end(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Note the end; return a token.
+
+        It comes after all that is sent and every output whose sharding is known. How
+        XLA lays others out is not known here, but they are by-products of those.
+        """
+        done = [(values[n], self._pins[n]) for n in self.outputs if n in self._pins]
+        done.append((values[TOKEN], xla_compat.replicated_sharding()))
+        return recording.end_op(values[MARK], done)
 
     def _run(self, values: Mapping[str, Tensor]) -> Sequence[Tensor]:
         """Run the function, with its inputs as they lie where they are used."""

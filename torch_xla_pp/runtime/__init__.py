@@ -4,6 +4,7 @@ from torch_xla_pp.runtime.grad_norm import clip_grad_norm_
 from torch_xla_pp.runtime.manual_stage import PipelineStage
 from torch_xla_pp.runtime.module_state import shapes_of
 from torch_xla_pp.runtime.orders import order_of
+from torch_xla_pp.runtime.profile import profile_step
 from torch_xla_pp.runtime.schedule_table import ScheduleFromTable
 from torch_xla_pp.runtime.stage import XlaPipelineStage
 from torch_xla_pp.runtime.torch_compat import (
@@ -22,6 +23,7 @@ __all__ = [
     "clip_grad_norm_",
     "move_factories_to",
     "order_of",
+    "profile_step",
     "shapes_of",
     "trace_and_split",
 ]

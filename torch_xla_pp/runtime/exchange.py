@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor
 
 from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.runtime.recorder import StepRecorder
 from torch_xla_pp.transport import (
     InGraphTransport,
     Message,
@@ -18,10 +19,14 @@ class Exchange:
 
     Stages of one rank hand device values over without a copy, through the group's
     mailbox; others use the group's transport.
+
+    Attributes:
+        recorder: Notes what goes through the host, if anybody wants to know.
     """
 
     def __init__(self, group: XlaPpProcessGroup) -> None:
         self._group = group
+        self.recorder: StepRecorder | None = None
 
     @property
     def transport_name(self) -> str:
@@ -65,12 +70,17 @@ class Exchange:
     def send(self, message: Message, rank: int, values: Sequence[Tensor]) -> None:
         """Send `values` to group rank `rank`; does not wait for it."""
         self._group.transport.send(message, rank, values)
+        if self.recorder is not None:
+            self.recorder.note_sent(message, values)
 
     def receive(
         self, message: Message, rank: int, layouts: Sequence[ShardLayout]
     ) -> list[Tensor]:
         """Return the values of `message` from group rank `rank`."""
-        return self._group.transport.recv(message, rank, layouts)
+        if self.recorder is None:
+            return self._group.transport.recv(message, rank, layouts)
+        with self.recorder.receiving(message):
+            return self._group.transport.recv(message, rank, layouts)
 
     def give(self, message: Message, values: Mapping[int, Tensor]) -> None:
         """Lay values of a message ready for a stage of this rank, by slot.

@@ -6,7 +6,7 @@ as one program, and keeps the gradient for the backward of that microbatch.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +64,12 @@ class StageLoss:
         self._captured = captured_by(self.function)
 
     def __call__(
-        self, output: Any, specs: Sequence[TensorSpec], target: Any, rows: int
+        self,
+        output: Any,
+        specs: Sequence[TensorSpec],
+        target: Any,
+        rows: int,
+        marks: Mapping[str, Tensor],
     ) -> tuple[Any, dict[int, Tensor] | None]:
         """Compute the loss of one microbatch.
 
@@ -73,6 +78,7 @@ class StageLoss:
             specs: What its tensors look like.
             target: The microbatch's target, on the host or the device.
             rows: Rows of the microbatch.
+            marks: The mark of its forward, nothing if that is not recorded.
 
         Returns:
             The loss, and output index → gradient; None in place of the gradients if
@@ -91,7 +97,7 @@ class StageLoss:
             return self.function(output, target), None
         pinned = self._placement.place(target, partition)
         leaves = [value.detach() for value in outputs]
-        return program([*leaves, pinned], self._scale(program.dtype))
+        return program([*leaves, pinned], self._scale(program.dtype), marks)
 
     def _compile(self, key: _Key) -> LossProgram | None:
         examples = [example_of(spec) for spec in key.inputs]

@@ -90,6 +90,11 @@ class Shelf:
     def __len__(self) -> int:
         return len(self._values)
 
+    @property
+    def num_bytes(self) -> int:
+        """Return how many bytes lie here now."""
+        return self._total
+
     def clear(self) -> None:
         """Drop everything and count anew."""
         self._values.clear()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
-from torch.profiler import record_function
 
 from torch_xla_pp.runtime.silent_stage import SilentStage
 from torch_xla_pp.runtime.torch_compat import (
@@ -104,11 +103,10 @@ class ScheduleFromTable(ScheduleMulti):
         for action in self._actions:
             if action.kind != "F" and not trains:
                 continue
-            with record_function(f"PP:{action}"):
-                if action.kind == "F":
-                    self._run_forward(action, args, kwargs, target_mbs)
-                else:
-                    self._run_backward(action)
+            if action.kind == "F":
+                self._run_forward(action, args, kwargs, target_mbs)
+            else:
+                self._run_backward(action)
         end_microbatches(self, losses)
 
     def _run_forward(

@@ -44,6 +44,7 @@ from torch_xla_pp.runtime.plan import (
     Variant,
 )
 from torch_xla_pp.runtime.planning import StagePlanning, names_of_stages
+from torch_xla_pp.runtime.recorder import StepRecorder, recorded, shown_as
 from torch_xla_pp.runtime.shared import SharedParameters
 from torch_xla_pp.runtime.silent_stage import SilentStage
 from torch_xla_pp.runtime.step_kinds import StepKinds
@@ -58,7 +59,7 @@ from torch_xla_pp.runtime.torch_compat import (
     num_microbatches,
     set_loss_function,
 )
-from torch_xla_pp.schedule import verify
+from torch_xla_pp.schedule import Action, Kind, verify
 from torch_xla_pp.transport import Message, of_group
 
 _MANY_PLANS = 8
@@ -165,6 +166,7 @@ class XlaPipelineStage(SilentStage):
         self._mode = Mode.of(submodule)
         self._shelf = Shelf()
         self._leaves: dict[int, list[Tensor]] = {}
+        self._recorder: StepRecorder | None = None
         self._last_forward = 0
         self._num_done = 0
         self._num_steps = 0
@@ -202,6 +204,15 @@ class XlaPipelineStage(SilentStage):
                 for role, reason in variant.programs.reduced_per_microbatch.items()
             },
         )
+
+    @property
+    def shelf(self) -> Shelf:
+        """Return where microbatches wait for their backward."""
+        return self._shelf
+
+    def record(self, recorder: StepRecorder | None) -> None:
+        """Let `recorder` note what the stage does from now on, None for nobody."""
+        self._recorder = self._exchange.recorder = recorder
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by name, without copies that an earlier stage owns.
@@ -358,7 +369,9 @@ class XlaPipelineStage(SilentStage):
         microbatch, specs = self._last_forward, variant.outputs
         if not self.has_backward:
             specs = tuple(replace(spec, requires_grad=False) for spec in specs)
-        value, grads = loss(output, specs, target, plan.rows)
+        action = Action(stage=self.stage_index, kind="F", microbatch=microbatch)
+        with recorded(self._recorder, action, is_rest=True) as marks:
+            value, grads = loss(output, specs, target, plan.rows, marks)
         if grads is not None and self.has_backward:
             tangents = {tangent(i): grad for i, grad in grads.items()}
             self._shelf.put("loss", microbatch, tangents, variant.sizes)
@@ -453,14 +466,14 @@ class XlaPipelineStage(SilentStage):
             The output of the last stage, None of others; in a training step its tensors
             are leaves that a loss may be computed from.
         """
-        with self._reporting():
+        with self._action("F", fwd_chunk_id) as marks:
             if self._current is None:
                 self._begin_step(args, kwargs or {})
             plan = self._plan()
             variant = self._variant(plan)
             self._last_forward = fwd_chunk_id
             live = self._given_inputs(plan, fwd_chunk_id, args, kwargs or {})
-            live |= variant.links.take_inputs(fwd_chunk_id)
+            live |= {**variant.links.take_inputs(fwd_chunk_id), **marks}
             seed = self._seed(plan, fwd_chunk_id)
             programs = variant.programs
             run = programs.forward if self.has_backward else programs.inference
@@ -488,10 +501,10 @@ class XlaPipelineStage(SilentStage):
         """
         if not self.has_backward:
             return
-        with self._reporting():
+        with self._action("B" if full_backward else "I", bwd_chunk_id) as marks:
             plan = self._plan()
             variant = self._variant(plan)
-            live = self._shelf.take("saved", bwd_chunk_id)
+            live = {**self._shelf.take("saved", bwd_chunk_id), **marks}
             live |= self._tangents(variant, bwd_chunk_id, loss)
             live |= variant.links.take_grads(bwd_chunk_id)
             programs = variant.programs
@@ -511,10 +524,10 @@ class XlaPipelineStage(SilentStage):
         """Enqueue the rest of a backward that computed gradients of inputs alone."""
         if not self.has_backward:
             return
-        with self._reporting():
+        with self._action("W", bwd_chunk_id) as marks:
             plan = self._plan()
             variant = self._variant(plan)
-            residual = self._shelf.take("residual", bwd_chunk_id)
+            residual = {**self._shelf.take("residual", bwd_chunk_id), **marks}
             programs = variant.programs
             sums = programs.backward_weight(self._fixed(programs), residual)
             self._state.set_sums(sums)
@@ -661,6 +674,17 @@ class XlaPipelineStage(SilentStage):
         digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "big")
         return xla_compat.advanced_seed(seed, plan.random_before)
+
+    @contextlib.contextmanager
+    def _action(self, kind: Kind, microbatch: int) -> Iterator[Mapping[str, Tensor]]:
+        """Run an action, with the marks that its programs get if it is recorded."""
+        action = Action(stage=self.stage_index, kind=kind, microbatch=microbatch)
+        with (
+            self._reporting(),
+            shown_as(f"PP:{action}"),
+            recorded(self._recorder, action) as marks,
+        ):
+            yield marks
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:

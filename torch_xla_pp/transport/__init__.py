@@ -1,5 +1,7 @@
 """Messages between ranks: process group "xla_pp", agreement, errors, transport."""
 
+from torch_xla_pp.transport import recording
+from torch_xla_pp.transport.clock import clock_offset_ns
 from torch_xla_pp.transport.in_graph import (
     InGraphTransport,
     receive_op,
@@ -10,6 +12,7 @@ from torch_xla_pp.transport.process_group import (
     of_group,
     register_backend,
 )
+from torch_xla_pp.transport.recording import Event, Record
 from torch_xla_pp.transport.rendezvous import Rendezvous, StoreLost
 from torch_xla_pp.transport.stage_transport import (
     Direction,
@@ -20,15 +23,19 @@ from torch_xla_pp.transport.stage_transport import (
 
 __all__ = [
     "Direction",
+    "Event",
     "InGraphTransport",
     "Message",
+    "Record",
     "Rendezvous",
     "ShardLayout",
     "StageTransport",
     "StoreLost",
     "XlaPpProcessGroup",
+    "clock_offset_ns",
     "of_group",
     "receive_op",
+    "recording",
     "send_op",
 ]
 

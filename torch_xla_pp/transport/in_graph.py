@@ -36,7 +36,7 @@ from torch_xla_pp.errors import TransportError, TransportTimeout
 from torch_xla_pp.transport import native
 from torch_xla_pp.transport.rendezvous import Rendezvous
 from torch_xla_pp.transport.stage_transport import (
-    Direction,
+    DIRECTIONS,
     Message,
     ShardLayout,
     digest,
@@ -50,7 +50,6 @@ _NEVER = (1 << 63) - 1
 _MAX_READABLE = 160
 _TOKEN_SHAPE = (1,)
 _RouteKey = tuple[int, Message, tuple[Any, ...]]
-_DIRECTIONS: tuple[Direction, ...] = ("F", "B", "S")
 
 _logger = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ def send_op(
                 "Send what the receiver was told to expect."
             )
     target = _target("send", layouts)
-    native.register_target(target, is_receive=False)
+    native.register_target(target, "send")
     shards = [
         xla_compat.to_shards(value, layout.sharding)
         for value, layout in zip(values, layouts, strict=True)
@@ -104,7 +103,7 @@ def receive_op(
         The values, and the token, which the program must return.
     """
     target = _target("recv", layouts)
-    native.register_target(target, is_receive=True)
+    native.register_target(target, "receive")
     *shards, token = xla_compat.custom_call(
         target,
         [_whole(route)],
@@ -179,7 +178,7 @@ class InGraphTransport:
 
     def expect(self, message: Message, peer: int) -> None:
         """Make ready for messages such as `message`, of any microbatch."""
-        direction = _DIRECTIONS.index(message.direction)
+        direction = DIRECTIONS.index(message.direction)
         self.engine.expect(peer, direction, message.stage, message.origin)
         self._connect(peer)
 
@@ -297,7 +296,7 @@ class InGraphTransport:
             self.engine.id,
             self._generation,
             peer,
-            _DIRECTIONS.index(message.direction),
+            DIRECTIONS.index(message.direction),
             message.stage,
             message.origin,
             message.microbatch,

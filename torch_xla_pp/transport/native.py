@@ -9,11 +9,14 @@ import functools
 import importlib.machinery
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch_xla_pp import xla_compat
 
+Op = Literal["send", "receive", "begin", "end"]
+
 TOKEN_BYTES = 16
+_OPS: tuple[Op, ...] = get_args(Op)  # as in csrc/registry.h
 _MAX_ADDRESS_BYTES = 1 << 16
 _MAX_TEXT_BYTES = 1 << 16
 _TIMEOUT, _REPORT = 2, 3  # as in csrc/inbox.h
@@ -77,7 +80,7 @@ def library() -> ctypes.CDLL:
     except (ImportError, OSError) as error:
         raise Unavailable(f"UCX cannot be loaded: {error}") from error
     _declare(loaded)
-    register(loaded, "torch_xla_pp.probe", is_receive=False)
+    register(loaded, "torch_xla_pp.probe", "send")
     return loaded
 
 
@@ -87,6 +90,8 @@ def _declare(loaded: ctypes.CDLL) -> None:
     text, pointer, f64 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_double
     for name, result, arguments in (
         ("register", i64, (pointer, text, i32, text, i64)),
+        ("start_recording", None, ()),
+        ("stop_recording", i64, (ctypes.POINTER(i64), i64)),
         ("open", i64, (i32, i32, f64, text, text, text, i64)),
         ("address", i64, (i64, text, i64)),
         ("connect", None, (i64, i32, text, i64)),
@@ -104,8 +109,8 @@ def _declare(loaded: ctypes.CDLL) -> None:
         function.restype, function.argtypes = result, list(arguments)
 
 
-def register(loaded: ctypes.CDLL, target: str, *, is_receive: bool) -> None:
-    """Let XLA call the send or the receive handler for `target`.
+def register(loaded: ctypes.CDLL, target: str, op: Op) -> None:
+    """Let XLA call the handler of `op` for `target`.
 
     Raises:
         Unavailable: torch_xla's XLA cannot be reached or refuses.
@@ -115,15 +120,15 @@ def register(loaded: ctypes.CDLL, target: str, *, is_receive: bool) -> None:
     except (LookupError, ValueError, OSError) as error:
         raise Unavailable(f"XLA's FFI cannot be reached: {error}") from error
     out = ctypes.create_string_buffer(_MAX_TEXT_BYTES)
-    size = loaded.xpp_register(get_api, target.encode(), is_receive, out, len(out))
+    size = loaded.xpp_register(get_api, target.encode(), _OPS.index(op), out, len(out))
     if size:
         raise Unavailable(out.raw[:size].decode())
 
 
 @functools.cache
-def register_target(target: str, *, is_receive: bool) -> None:
+def register_target(target: str, op: Op) -> None:
     """Do what `register` does, once for each target."""
-    register(library(), target, is_receive=is_receive)
+    register(library(), target, op)
 
 
 class Engine:

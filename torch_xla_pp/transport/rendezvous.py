@@ -265,7 +265,7 @@ class Rendezvous:
         timeout_s: float | None,
         longest_nap_s: float = _LONGEST_NAP_S,
     ) -> Any:
-        nap_s = _FIRST_NAP_S
+        nap_s = min(_FIRST_NAP_S, longest_nap_s)
 
         # The store's own wait() logs a warning at each time-out, so look and nap.
         def is_there(limit_s: float) -> bool:

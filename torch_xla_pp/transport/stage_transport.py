@@ -7,7 +7,7 @@ the peer's world in both.
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch_xla_pp.errors import TransportError
 from torch_xla_pp.mesh import OpShardingArgs, parse_sharding
 
 Direction = Literal["F", "B", "S"]
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 
 class Message(NamedTuple):

@@ -1,0 +1,134 @@
+"""When programs begin, end, send and receive, noted by the programs themselves.
+
+`begin_op` and `end_op` put notes into a graph that is being traced; the ops that send
+and receive make notes of their own. Nothing is kept but between `start` and `stop`,
+which are for the whole process. Times are those of `time.monotonic_ns`.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.transport import native
+from torch_xla_pp.transport.stage_transport import DIRECTIONS
+
+KINDS = "FBIW"
+_NUM_FIELDS = 7
+_TOKEN_SHAPE = (1,)
+
+
+class Event(IntEnum):
+    """Say what happened; see csrc/recorder.h."""
+
+    BEGAN = 0
+    ENDED = 1
+    SENT = 2
+    ASKED = 3
+    ARRIVED = 4
+
+
+class Record(NamedTuple):
+    """Hold one note.
+
+    Attributes:
+        event: What happened.
+        time_ns: When it happened.
+        kind: Kind of an action, or direction of a message.
+        stage: Stage of the action, or the one that takes the message.
+        microbatch: Microbatch of either.
+        origin: Stage that makes the message.
+        num_bytes: Bytes that were sent.
+    """
+
+    event: Event
+    time_ns: int
+    kind: str
+    stage: int
+    microbatch: int
+    origin: int = -1
+    num_bytes: int = 0
+
+
+@functools.cache
+def mark(kind: str, stage: int, microbatch: int) -> Tensor:
+    """Return the operand that tells a program's notes which action it is part of."""
+    fields = [KINDS.index(kind), stage, microbatch]
+    return xla_compat.replicate(torch.tensor(fields, dtype=torch.int64))
+
+
+def begin_op(mark: Tensor) -> Tensor:
+    """Add the note that a program has begun to the graph.
+
+    XLA runs it when it likes, which is mostly first: it waits for nothing.
+
+    Returns:
+        A token, which the program must use.
+    """
+    return _op("begin", mark, [])
+
+
+def end_op(mark: Tensor, done: Sequence[tuple[Tensor, Any]]) -> Tensor:
+    """Add the note that a program ends to the graph.
+
+    Args:
+        mark: The operand.
+        done: Values that must be there before, with their shardings.
+
+    Returns:
+        A token, which the program must return.
+    """
+    return _op("end", mark, done)
+
+
+def _op(op: native.Op, mark: Tensor, done: Sequence[tuple[Tensor, Any]]) -> Tensor:
+    # One target for all shapes: calls differ by their operands, results are alike.
+    target = f"torch_xla_pp.{op}"
+    native.register_target(target, op)
+    whole = xla_compat.replicated_sharding()
+    operands = [xla_compat.to_shards(v, s) for v, s in [(mark, whole), *done]]
+    (token,) = xla_compat.custom_call(target, operands, [_TOKEN_SHAPE], [torch.int32])
+    return xla_compat.from_shards(token, whole, _TOKEN_SHAPE, torch.int32)
+
+
+def start() -> None:
+    """Begin to keep notes."""
+    native.library().xpp_start_recording()
+
+
+def stop() -> list[Record]:
+    """Keep notes no more, and return those that were kept.
+
+    The programs whose notes are wanted must have ended, see `xla_compat.flush`.
+    """
+    call = native.library().xpp_stop_recording
+    count, capacity, out = call(None, 0), 0, None
+    while count > capacity:
+        capacity = count
+        out = (ctypes.c_int64 * (capacity * _NUM_FIELDS))()
+        count = call(out, capacity)
+    numbers = [] if out is None else out[: count * _NUM_FIELDS]
+    return [
+        _record(*numbers[i : i + _NUM_FIELDS])
+        for i in range(0, len(numbers), _NUM_FIELDS)
+    ]
+
+
+def _record(
+    event: int,
+    time_ns: int,
+    num_bytes: int,
+    direction: int,
+    stage: int,
+    origin: int,
+    microbatch: int,
+) -> Record:
+    """Read the fields of csrc/recorder.h."""
+    is_action = event in (Event.BEGAN, Event.ENDED)
+    kind = (KINDS if is_action else DIRECTIONS)[direction]
+    return Record(Event(event), time_ns, kind, stage, microbatch, origin, num_bytes)
