@@ -13,6 +13,7 @@ from torch_xla_pp.compile.partition import (
     partition_joint,
 )
 from torch_xla_pp.compile.program import Program
+from torch_xla_pp.compile.replicas import ReplicaMeans
 from torch_xla_pp.compile.shared import SharedSums
 from torch_xla_pp.compile.stage_programs import (
     Borders,
@@ -30,6 +31,7 @@ __all__ = [
     "LossProgram",
     "Program",
     "Remat",
+    "ReplicaMeans",
     "SharedSums",
     "StageFunctions",
     "StagePrograms",

@@ -44,6 +44,12 @@ from torch_xla_pp.runtime.plan import (
     Variant,
 )
 from torch_xla_pp.runtime.planning import StagePlanning, names_of_stages
+from torch_xla_pp.runtime.replica_claims import ReplicaClaim, agree_on_replicas
+from torch_xla_pp.runtime.replicas import (
+    Replicas,
+    check_one_group,
+    group_of_replicas,
+)
 from torch_xla_pp.runtime.shared import SharedParameters
 from torch_xla_pp.runtime.silent_stage import SilentStage
 from torch_xla_pp.runtime.step_kinds import StepKinds
@@ -101,6 +107,8 @@ class XlaPipelineStage(SilentStage):
             the previous stage, whose output's items are taken one by one.
         tied: Parameter name → group, for parameters of which other stages have copies:
             equal groups are one parameter.
+        replicas: Group of the ranks that run this stage in each replica of the
+            pipeline, e.g. `mesh.get_group("dp")`; None if there is one.
         expected_inputs: What the positional inputs must look like, None if anything
             the module takes is right.
         expected_outputs: What the outputs must look like, likewise.
@@ -125,12 +133,17 @@ class XlaPipelineStage(SilentStage):
         remat: Remat = "none",
         inputs_from: InputsFrom | None = None,
         tied: Mapping[str, str] | None = None,
+        replicas: dist.ProcessGroup | None = None,
         expected_inputs: Sequence[Tensor] | None = None,
         expected_outputs: Sequence[Tensor] | None = None,
         whole_model: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self._pg = of_group(group)
+        self._groups = [self._pg]
         with self._pg.rendezvous.reporting():
+            others = group_of_replicas(replicas, self._pg)
+            self._groups += [] if others is None else [others]
+        with self._reporting_to_groups():
             _check_index(stage_index, num_stages)
             _check_device(device)
             check_remat(remat)
@@ -149,6 +162,9 @@ class XlaPipelineStage(SilentStage):
             self._exchange = Exchange(self._pg)
             self._shared = SharedParameters(
                 stage_index, submodule, tied or {}, self._exchange
+            )
+            self._replicas = (
+                None if others is None else Replicas(stage_index, submodule, others)
             )
         self._planning = StagePlanning(
             stage_index,
@@ -242,7 +258,9 @@ class XlaPipelineStage(SilentStage):
             self._drop_leftovers()
             return
         self._schedule = schedule
-        self._pg.rendezvous.check()
+        with self._reporting_to_groups():
+            for group in self._groups:
+                group.rendezvous.check()
         with self._reporting():
             self._drop_leftovers()
             self._num_done = 0
@@ -258,6 +276,8 @@ class XlaPipelineStage(SilentStage):
         self._leaves.clear()
         self.output_chunks.clear()
         self._exchange.forget(self.stage_index)
+        if self._replicas is not None:
+            self._replicas.forget()
 
     # Called by a schedule before its first step.
 
@@ -292,6 +312,7 @@ class XlaPipelineStage(SilentStage):
             schedule=type(schedule).__name__,
             order="" if order is None else order.digest(),
             transport=self._exchange.transport_name,
+            replica=self._replica,
         )
         key, wiring = handshake.agree_on_stages(self._pg.rendezvous, claim)
         if order is not None:
@@ -302,6 +323,7 @@ class XlaPipelineStage(SilentStage):
                 num_microbatches=num_microbatches(schedule),
                 carriers=wiring.carriers(),
             )
+        self._claim_replicas(stages)
         kinds = StepKinds(self._pg.rendezvous, key, wiring.ranks[0])
         kinds.begin_step()
         for stage in stages:
@@ -312,6 +334,27 @@ class XlaPipelineStage(SilentStage):
             )
             stage._drives[schedule] = _Drive(kinds, wiring, is_given, loss)
             stage._expect_messages(wiring)
+
+    def _claim_replicas(self, stages: Sequence[Any]) -> None:
+        """Compare this rank's stages with those of the other replicas."""
+        replicas = [stage._replicas for stage in stages]
+        check_one_group(replicas)
+        if self._replicas is None:
+            return
+        claim = ReplicaClaim(
+            num_stages=self.num_stages,
+            stages={s.stage_index: s._replicas.describe() for s in stages},
+            transport=self._replicas.transport_name,
+        )
+        agree_on_replicas(self._replicas.group.rendezvous, claim)
+        for found in replicas:
+            found.connect()
+
+    @property
+    def _replica(self) -> tuple[int, int]:
+        """Return which replica of the pipeline this is, and of how many."""
+        found = self._replicas
+        return (0, 1) if found is None else (found.index, found.group.size())
 
     def _claim_of_stage(self) -> StageClaim:
         return StageClaim(
@@ -608,9 +651,12 @@ class XlaPipelineStage(SilentStage):
         Gradients are published only once it is known that nothing went wrong.
         """
         self._num_done += 1
+        if self._num_done == plan.num_microbatches and self.has_backward:
+            self._end_backwards()
         stages = local_stages(self._driver())
         if all(stage._num_done == plan.num_microbatches for stage in stages):
             if any(stage.has_backward for stage in stages):
+                self._combine_replicas(stages)
                 _combine_shared(stages)
             self._exchange.settle()
             for stage in stages:
@@ -618,6 +664,26 @@ class XlaPipelineStage(SilentStage):
             first = stages[0]
             if first.has_backward and self._variant(plan).programs.has_backward:
                 first._drives[self._driver()].kinds.forget_announced()
+
+    def _end_backwards(self) -> None:
+        """Send gradients to the other replicas while other stages still compute."""
+        if self._replicas is not None:
+            self._replicas.give(self._state)
+
+    def _combine_replicas(self, stages: Sequence[Any]) -> None:
+        """Average the gradients that all stages of the rank have sent to replicas.
+
+        A replica has its averages only once each other one knows that nothing went
+        wrong in its own pipeline: a lost message would be NaN in them.
+        """
+        if self._replicas is None:
+            return
+        self._exchange.settle()
+        for stage in stages:
+            stage._replicas.average()
+        for stage in stages:
+            stage._replicas.take(stage._state)
+        self._replicas.settle()
 
     def _plan(self) -> StagePlan:
         if self._current is None:
@@ -643,9 +709,12 @@ class XlaPipelineStage(SilentStage):
         """Return the seed of this stage's random numbers for one microbatch.
 
         All stages draw from one sequence per microbatch, each where the stages before
-        it end, so that the numbers do not depend on where the model is split.
+        it end, so that the numbers do not depend on where the model is split. Those
+        of replicas differ, as if their batches were parts of one.
         """
-        key = (torch.initial_seed(), self._num_steps, microbatch)
+        replica, _ = self._replica
+        number = replica * plan.num_microbatches + microbatch
+        key = (torch.initial_seed(), self._num_steps, number)
         digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "big")
         return xla_compat.advanced_seed(seed, plan.random_before)
@@ -654,13 +723,25 @@ class XlaPipelineStage(SilentStage):
     def _reporting(self) -> Iterator[None]:
         """Let the other ranks know of an error that stops this one."""
         try:
-            with self._pg.rendezvous.reporting():
+            with self._reporting_to_groups():
                 yield
         except BaseException:
             schedule = self._schedule
             for stage in [self] if schedule is None else local_stages(schedule):
                 stage._state.roll_back()
             raise
+
+    @contextlib.contextmanager
+    def _reporting_to_groups(self) -> Iterator[None]:
+        """Report errors to all ranks that this one works with.
+
+        What one group has told of is passed on to the other, so that an error reaches
+        all ranks of all replicas.
+        """
+        with contextlib.ExitStack() as stack:
+            for group in self._groups:
+                stack.enter_context(group.rendezvous.reporting())
+            yield
 
 
 def _combine_shared(stages: Sequence[Any]) -> None:
