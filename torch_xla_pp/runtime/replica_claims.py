@@ -30,7 +30,7 @@ class ReplicaClaim:
     transport: str
 
 
-def agree_on_replicas(rendezvous: Rendezvous, claim: ReplicaClaim) -> None:
+def agree_on_claims(rendezvous: Rendezvous, claim: ReplicaClaim) -> None:
     """Compare the claims of the ranks that run the same stages; all must call it.
 
     Raises:

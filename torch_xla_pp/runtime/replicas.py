@@ -17,6 +17,7 @@ from torch_xla_pp.compile import ReplicaMeans
 from torch_xla_pp.runtime.exchange import Exchange
 from torch_xla_pp.runtime.fingerprint import fingerprints
 from torch_xla_pp.runtime.module_state import ModuleState
+from torch_xla_pp.runtime.replica_claims import ReplicaClaim, agree_on_claims
 from torch_xla_pp.runtime.swap import Partner, Swap
 from torch_xla_pp.transport import Message, ShardLayout, XlaPpProcessGroup, of_group
 
@@ -154,15 +155,32 @@ def group_of_replicas(
     return group if group.size() > 1 else None
 
 
-def check_one_group(replicas: Sequence[Replicas | None]) -> None:
-    """Refuse stages of one rank that have other groups of replicas.
+def agree_on_replicas(replicas: Mapping[int, Replicas | None], num_stages: int) -> None:
+    """Compare a rank's stages with those of the other replicas; all ranks must call it.
+
+    Args:
+        replicas: Stage of the rank → its replicas.
+        num_stages: Number of stages of the pipeline.
 
     Raises:
-        ValueError: They have.
+        PlanError: The replicas differ; raised on every rank.
+        ValueError: Stages of this rank have other groups of replicas.
     """
-    groups = [None if found is None else found.group for found in replicas]
-    if any(group is not groups[0] for group in groups):
+    found = {stage: own for stage, own in replicas.items() if own is not None}
+    groups = {id(own.group) for own in found.values()}
+    if len(groups) > 1 or found and len(found) < len(replicas):
         raise ValueError(
             "replicas: expected the same group for all stages of a rank, got several. "
-            "Pass the same replicas to every stage."
+            f"Pass the same replicas to stages {', '.join(map(str, replicas))}."
         )
+    if not found:
+        return
+    first = next(iter(found.values()))
+    claim = ReplicaClaim(
+        num_stages=num_stages,
+        stages={stage: own.describe() for stage, own in found.items()},
+        transport=first.transport_name,
+    )
+    agree_on_claims(first.group.rendezvous, claim)
+    for own in found.values():
+        own.connect()

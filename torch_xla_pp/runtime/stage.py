@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import Remat, StagePrograms, check_remat, tangent
-from torch_xla_pp.errors import PipelineError, StageShapeError
+from torch_xla_pp.errors import PipelineError, StageShapeError, TransportError
 from torch_xla_pp.graph import Template
 from torch_xla_pp.mesh import AxisRules, LogicalAxes, Sharding, TensorSpec, unmatched
 from torch_xla_pp.plan import InputsFrom, StageInputs, Wiring
@@ -44,10 +44,9 @@ from torch_xla_pp.runtime.plan import (
     Variant,
 )
 from torch_xla_pp.runtime.planning import StagePlanning, names_of_stages
-from torch_xla_pp.runtime.replica_claims import ReplicaClaim, agree_on_replicas
 from torch_xla_pp.runtime.replicas import (
     Replicas,
-    check_one_group,
+    agree_on_replicas,
     group_of_replicas,
 )
 from torch_xla_pp.runtime.shared import SharedParameters
@@ -65,7 +64,7 @@ from torch_xla_pp.runtime.torch_compat import (
     set_loss_function,
 )
 from torch_xla_pp.schedule import verify
-from torch_xla_pp.transport import Message, of_group
+from torch_xla_pp.transport import Message, XlaPpProcessGroup, of_group
 
 _MANY_PLANS = 8
 
@@ -323,7 +322,7 @@ class XlaPipelineStage(SilentStage):
                 num_microbatches=num_microbatches(schedule),
                 carriers=wiring.carriers(),
             )
-        self._claim_replicas(stages)
+        agree_on_replicas({s.stage_index: s._replicas for s in stages}, self.num_stages)
         kinds = StepKinds(self._pg.rendezvous, key, wiring.ranks[0])
         kinds.begin_step()
         for stage in stages:
@@ -334,21 +333,6 @@ class XlaPipelineStage(SilentStage):
             )
             stage._drives[schedule] = _Drive(kinds, wiring, is_given, loss)
             stage._expect_messages(wiring)
-
-    def _claim_replicas(self, stages: Sequence[Any]) -> None:
-        """Compare this rank's stages with those of the other replicas."""
-        replicas = [stage._replicas for stage in stages]
-        check_one_group(replicas)
-        if self._replicas is None:
-            return
-        claim = ReplicaClaim(
-            num_stages=self.num_stages,
-            stages={s.stage_index: s._replicas.describe() for s in stages},
-            transport=self._replicas.transport_name,
-        )
-        agree_on_replicas(self._replicas.group.rendezvous, claim)
-        for found in replicas:
-            found.connect()
 
     @property
     def _replica(self) -> tuple[int, int]:
@@ -666,7 +650,10 @@ class XlaPipelineStage(SilentStage):
                 first._drives[self._driver()].kinds.forget_announced()
 
     def _end_backwards(self) -> None:
-        """Send gradients to the other replicas while other stages still compute."""
+        """Finish what this stage does alone with its gradients, and send them.
+
+        They travel to the other replicas while other stages still compute.
+        """
         if self._replicas is not None:
             self._replicas.give(self._state)
 
@@ -741,7 +728,21 @@ class XlaPipelineStage(SilentStage):
         with contextlib.ExitStack() as stack:
             for group in self._groups:
                 stack.enter_context(group.rendezvous.reporting())
-            yield
+            try:
+                yield
+            except TransportError as error:
+                if len(self._groups) > 1:
+                    error.add_note(_ranks_of(self._groups))
+                raise
+
+
+def _ranks_of(groups: Sequence[XlaPpProcessGroup]) -> str:
+    """Say what ranks are meant where a message between ranks is concerned."""
+    pipeline, replicas = map(dist.get_process_group_ranks, groups)
+    return (
+        "Messages count ranks within a group: those of gradient sums from a stage to "
+        f"itself (S) within ranks {replicas} of the job, others within {pipeline}."
+    )
 
 
 def _combine_shared(stages: Sequence[Any]) -> None:
