@@ -67,6 +67,15 @@ def test_the_page_on_simulated_steps_runs(
     assert re.search(r"16 microbatches: \d+\.\d ms", printed)
 
 
+def test_the_page_on_replicas_runs(tmp_path: Path) -> None:
+    script = tmp_path / "replicas.py"
+    script.write_text(python_blocks(ROOT / "docs" / "replicas.md"))
+    printed = torchrun(script, ranks=4, devices=1)
+    losses = re.findall(r"replica \d: loss ([\d.]+)", printed)
+    assert len(losses) == 2
+    assert len(set(losses)) == 1
+
+
 def test_links_in_the_pages_lead_somewhere() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
     for page in pages:

@@ -100,6 +100,7 @@ class Pipe(_TracedPipe):
         sharding: Sharding | None = None,
         batch_axis: str | tuple[str, ...] | None = "auto",
         remat: Remat = "none",
+        replicas: dist.ProcessGroup | None = None,
     ) -> XlaPipelineStage:
         """Make the stage that this rank runs.
 
@@ -117,6 +118,9 @@ class Pipe(_TracedPipe):
             remat: Which forward values the backward computes again: "none" for those
                 under `torch.utils.checkpoint` only, "full" for all, or the ops whose
                 results are kept, e.g. `[torch.ops.aten.mm.default]`.
+            replicas: Group of the ranks that run this stage in each replica of the
+                pipeline, e.g. `mesh.get_group("dp")`; None if there is one. See
+                `PipelineStage`.
 
         Raises:
             ValueError: An argument does not fit.
@@ -146,6 +150,7 @@ class Pipe(_TracedPipe):
             remat=remat,
             inputs_from=sources,
             tied=tied,
+            replicas=replicas,
             expected_inputs=expected,
             whole_model=shapes,
         )

@@ -8,6 +8,7 @@ the empty text means that the tensor has no annotation.
 
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import os
@@ -402,6 +403,37 @@ def from_shards(
         shards, sharding, list(shape), dtype
     )
     return value
+
+
+def flatten_shards(values: Sequence[Tensor], shardings: Sequence[OpSharding]) -> Tensor:
+    """Enter the part of a graph for one device, with values put one after another.
+
+    Args:
+        values: Values of one dtype.
+        shardings: How they lie first.
+
+    Returns:
+        Each device's parts of the values, of one dimension.
+    """
+    shards = [to_shards(v, s) for v, s in zip(values, shardings, strict=True)]
+    return _manual(torch.cat([_manual(shard.reshape(-1)) for shard in shards]))
+
+
+def split_shards(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Cut what `flatten_shards` gave into parts of some shapes, within `to_shards`.
+
+    What is left over is dropped; where something lacks, the beginning is repeated.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    missing = sum(sizes) - flat.numel()
+    if missing > 0:
+        times = 1 + -(-missing // flat.numel())
+        flat = _manual(torch.cat([flat] * times))
+    ends = list(itertools.accumulate(sizes))
+    return [
+        _manual(_manual(flat[end - size : end]).reshape(list(shape)))
+        for end, size, shape in zip(ends, sizes, shapes, strict=True)
+    ]
 
 
 def custom_call(

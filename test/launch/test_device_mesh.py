@@ -11,6 +11,9 @@ from torch_xla_pp.testing import Worlds
 pytestmark = pytest.mark.worlds
 
 
+PROCESS = ("pp", "dp")
+
+
 def look_around() -> dict[str, Any]:
     dist.init_process_group("xla_pp")
     mesh = xpp.init_device_mesh(
@@ -19,7 +22,13 @@ def look_around() -> dict[str, Any]:
     group = mesh.get_group("pp")
     local, turned = mesh["data", "model"], mesh["model", "data"]
     faults = []
-    for wrong in (lambda: mesh["data"], lambda: mesh.get_group("data")):
+    both = xpp.init_device_mesh("xla", (1, 2, 2), mesh_dim_names=("pp", "dp", "data"))
+    wrong_ones = (
+        lambda: mesh["data"],
+        lambda: mesh.get_group("data"),
+        lambda: both.get_group(),
+    )
+    for wrong in wrong_ones:
         try:
             wrong()
         except ValueError as error:
@@ -36,6 +45,11 @@ def look_around() -> dict[str, Any]:
         "local": (local.mesh_shape, local.axis_names),
         "turned": (turned.mesh_shape, turned.axis_names),
         "is_kept": mesh["data", "model"] is local,
+        "both": {
+            n: (both.get_group(n).size(), both.get_local_rank(n)) for n in PROCESS
+        },
+        "processes": both[PROCESS].shape,
+        "rest": both["data"].axis_names,
         "device": str(xpp.device()),
         "faults": faults,
     }
@@ -55,8 +69,12 @@ def test_axes_are_over_ranks_and_over_devices(worlds: Worlds) -> None:
         assert seen["turned"] == ((1, 2), ("model", "data"))
         assert seen["is_kept"]
         assert seen["device"] == "xla:0"
-        assert "expected the process axis 'pp' or all local axes" in seen["faults"][0]
-        assert "expected the process axis 'pp', got 'data'" in seen["faults"][1]
+        assert seen["both"] == {"pp": (1, 0), "dp": (2, rank)}
+        assert (seen["processes"], seen["rest"]) == ((1, 2), ("data",))
+        local, group, none = seen["faults"]
+        assert "expected process axes out of ('pp',), or all local axes" in local
+        assert "expected one of the process axes ('pp',), got 'data'" in group
+        assert "expected one of the process axes ('pp', 'dp'), got None" in none
 
 
 def make(shape: tuple[int, ...]) -> None:
@@ -67,7 +85,11 @@ def make(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("shape", "fault", "hint"),
     [
-        ((4, 2), "expected 4 ranks, got 2", "CPU_NUM_DEVICES=2 torchrun --nproc-"),
+        (
+            (4, 2),
+            "expected 4 (pp=4) or 8 (pp=4 x data=2) ranks, got 2",
+            "CPU_NUM_DEVICES=2 torchrun --nproc-",
+        ),
         ((2, 4), "rank 0 has 2, rank 1 has 2", "CPU_NUM_DEVICES=4 torchrun --nproc-"),
     ],
 )

@@ -1,5 +1,7 @@
 """The text of a sharding becomes what torch_xla makes a sharding of."""
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,6 +55,17 @@ def test_unreadable_text_is_refused_with_an_example(text: str) -> None:
 
 def test_a_shard_has_the_padding_of_an_uneven_cut() -> None:
     assert parse_sharding("{devices=[2,1]0,1}").shard_shape((5, 3)) == (3, 3)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.randoms())
+def test_one_dimension_can_be_cut_as_devices_hold_any_value(
+    num_tiles: int, num_copies: int, random: Random
+) -> None:
+    tiles = [*range(num_tiles)] * num_copies
+    random.shuffle(tiles)
+    args = OpShardingArgs.of_tiles(tiles)
+    assert args.tile_of_device(len(tiles)) == tuple(tiles)
+    assert args.shard_shape((3 * num_tiles,)) == (3,)
 
 
 def test_partial_replication_cuts_only_the_tiled_dimensions() -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -78,6 +80,11 @@ def test_copies_of_a_parameter_must_be_equal() -> None:
 def test_unequal_arguments_are_named() -> None:
     faults = claim_faults([claim(0, 1), claim(2, 3, microbatches=4)])
     assert faults[0].startswith("num_microbatches: expected the same on every rank")
+
+
+def test_ranks_of_several_replicas_are_told() -> None:
+    (fault,) = claim_faults([claim(0, 1), replace(claim(2, 3), replica=(0, 2))])
+    assert fault.startswith("replica: expected the same on every rank, got [(0, 1), (0")
 
 
 def test_offers_that_do_not_fit_name_both_sides() -> None:

@@ -82,11 +82,15 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to train, and how; `table` takes the place of `schedule`."""
+    """What to train, and how; `table` takes the place of `schedule`.
+
+    `rows` and `ranks` are those of one replica.
+    """
 
     schedule: str = "1F1B"
     frontend: str = "traced"
     ranks: int = 2
+    replicas: int = 1
     devices: int = 1
     num_microbatches: int = 4
     rows: int = 8
@@ -96,6 +100,7 @@ class Job:
     init_device: str = "cpu"
     inputs_on_device: bool = True
     eval_first: bool = True
+    evaluates: bool = True
     scale_grads: bool = True
     sharding: Any = None
     axes: tuple[str, ...] = ("data",)
@@ -135,6 +140,7 @@ class Report:
     missing: list[str] = field(default_factory=list)
     parameter_difference: float = 0.0
     tied: list[Tensor] = field(default_factory=list)
+    values: dict[str, Tensor] = field(default_factory=dict)
 
     def compare(self, what: str, got: Tensor, expected: Tensor) -> None:
         """Keep the largest difference, relative to the largest value."""
@@ -153,6 +159,8 @@ def build(job: Job, model: Model, mesh: Any) -> list[Any]:
     remat = [torch.ops.aten.mm.default] if job.remat == "all but mm" else job.remat
     options = {"mesh": mesh[job.axes], "sharding": job.sharding, "remat": remat}
     group = mesh.get_group("pp")
+    if job.replicas > 1:
+        options["replicas"] = mesh.get_group("dp")
     if job.frontend == "manual":
         return [
             xpp.PipelineStage(
@@ -228,22 +236,29 @@ def _call(job: Job, call: Any, stages: list[Any], x: Tensor, y: Tensor) -> Any:
 
 def batch(job: Job, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 + step)
-    shape = (2, job.rows, job.length)
+    shape = (2, job.replicas * job.rows, job.length)
     x, y = torch.randint(0, VOCAB, shape, generator=generator)
     return x, y
 
 
 def mesh_of(job: Job) -> Any:
-    sizes = job.axis_sizes or (job.devices,)
-    return xpp.init_device_mesh(
-        "xla", (job.ranks, *sizes), mesh_dim_names=("pp", *job.axes)
-    )
+    sizes, names = job.axis_sizes or (job.devices,), ("pp", *job.axes)
+    shape = (job.ranks, *sizes)
+    if job.replicas > 1:
+        shape, names = (job.replicas, *shape), ("dp", *names)
+    return xpp.init_device_mesh("xla", shape, mesh_dim_names=names)
 
 
 def train(job: Job) -> Report:
     """Train for some steps and compare with the unsplit model after each."""
     join(job.transport)
+    return train_joined(job)
+
+
+def train_joined(job: Job) -> Report:
+    """Do as `train` in a job that this rank has joined."""
     mesh = mesh_of(job)
+    replica = mesh.get_local_rank("dp") if job.replicas > 1 else 0
     torch.manual_seed(0)
     reference = Model(job.num_stages, is_tied=job.is_tied).to(job.dtype)
     model = copy.deepcopy(reference)
@@ -261,22 +276,23 @@ def train(job: Job) -> Report:
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
     expected_optimizer = torch.optim.AdamW(reference.parameters(), lr=LEARNING_RATE)
     report = Report()
-    if job.eval_first:
+    if job.eval_first and job.evaluates:
         _evaluate(job, schedule, stages, reference, report)
     for step in range(job.num_steps):
         x, y = batch(job, step)
         before = _counters()
-        output, losses = run_step(job, schedule, stages, x, y)
+        own_x, own_y = (v.chunk(job.replicas)[replica] for v in (x, y))
+        output, losses = run_step(job, schedule, stages, own_x, own_y)
         if step > 0:
             after = _counters()
             for name in COUNTERS:
                 grown = after[name] - before[name]
                 report.compiled[name] = report.compiled.get(name, 0) + grown
-        _expected_step(job, reference, x, y, losses, output, report)
+        _expected_step(job, replica, reference, x, y, losses, output, report)
         _compare_grads(stages, reference, report)
         if job.max_norm is not None:
             _clip(job.max_norm, stages, reference, report)
-        if step == 0:
+        if step == 0 and job.evaluates:
             _evaluate(job, schedule, stages, reference, report)
             _compare_grads(stages, reference, report)
         optimizer.step()
@@ -294,6 +310,11 @@ def train(job: Job) -> Report:
         for stage in stages
         for name in tied_names(job, stage.stage_index)
     ]
+    report.values = {
+        name: parameter.detach().cpu()
+        for stage in stages
+        for name, parameter in stage.submod.named_parameters()
+    }
     return report
 
 
@@ -310,6 +331,7 @@ def _counters() -> dict[str, int]:
 
 def _expected_step(
     job: Job,
+    replica: int,
     reference: Model,
     x: Tensor,
     y: Tensor,
@@ -319,13 +341,17 @@ def _expected_step(
 ) -> None:
     outputs = []
     count = job.num_microbatches
-    chunks = zip(x.chunk(count), y.chunk(count), strict=True)
+    own = range(replica * count, (replica + 1) * count)
+    chunks = zip(
+        x.chunk(job.replicas * count), y.chunk(job.replicas * count), strict=True
+    )
     for i, (mb_x, mb_y) in enumerate(chunks):
-        outputs.append(reference(mb_x))
-        loss = loss_fn(outputs[-1], mb_y)
-        (loss / (count if job.scale_grads else 1)).backward()
-        if losses:
-            report.compare("losses", losses[i], loss)
+        predicted = reference(mb_x)
+        loss = loss_fn(predicted, mb_y)
+        (loss / job.replicas / (count if job.scale_grads else 1)).backward()
+        outputs += [predicted] if i in own else []
+        if losses and i in own:
+            report.compare("losses", losses[i - own.start], loss)
     if output is not None:
         report.compare("outputs", output, torch.cat(outputs))
 
@@ -345,7 +371,7 @@ def _evaluate(
     job: Job, schedule: Any, stages: list[Any], reference: Model, report: Report
 ) -> None:
     """Compare what `eval` gives; gradients must not change."""
-    x, y = batch(job, 77)
+    x, y = (value[: job.rows] for value in batch(job, 77))
     output, losses = _call(job, schedule.eval, stages, x, y)
     with torch.no_grad():
         expected = reference(x)

@@ -172,6 +172,22 @@ def test_what_a_channel_told_is_raised_once_without_the_store() -> None:
     assert pipe.ended == [0]
 
 
+def test_an_error_is_passed_on_to_another_group_as_it_came() -> None:
+    """Rank 1 of one group is rank 0 of another, and rank 5 of the job."""
+    one, other = ranks(2), HashStore()
+    first = Rendezvous(other, 0, 2, 20.0, job_rank=5)
+    second = Rendezvous(other, 1, 2, 20.0, job_rank=6)
+    one[0].report(ValueError("bad"), "in step 3")
+    with pytest.raises(ValueError), one[1].reporting(), first.reporting():
+        one[1].check()
+    with pytest.raises(ValueError, match=r"^bad \(raised on rank 0\): in step 3$"):
+        second.check()
+    first.report(ValueError("own"))
+    with pytest.raises(ValueError, match=r"^own \(raised on rank 5\)$"):
+        second.check()
+    assert [r.generation for r in (*one, first, second)] == [1, 1, 2, 2]
+
+
 def test_an_error_is_reported_once() -> None:
     a, b = ranks(2)
     error = ValueError("bad")

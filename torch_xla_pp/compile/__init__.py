@@ -14,6 +14,7 @@ from torch_xla_pp.compile.partition import (
     partition_joint,
 )
 from torch_xla_pp.compile.program import MARK, Program
+from torch_xla_pp.compile.replicas import ReplicaMeans
 from torch_xla_pp.compile.row_groups import RowGroups
 from torch_xla_pp.compile.shared import SharedSums
 from torch_xla_pp.compile.stage_programs import (
@@ -35,6 +36,7 @@ __all__ = [
     "LossProgram",
     "Program",
     "Remat",
+    "ReplicaMeans",
     "RowGroups",
     "SharedSums",
     "StageFunctions",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.row_groups import RowGroups
@@ -67,7 +67,7 @@ class Lowering(fx.Interpreter):
         constraints: How values lie.
     """
 
-    def __init__(self, module: fx.GraphModule, constraints: Constraints) -> None:
+    def __init__(self, module: nn.Module, constraints: Constraints) -> None:
         super().__init__(module, garbage_collect_values=False)
         self._constraints = constraints
         self._products: dict[fx.Node, _Apart] = {}

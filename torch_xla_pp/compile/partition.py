@@ -72,17 +72,18 @@ _VIEWS = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Function:
-    """Hold a piece of the joint graph that becomes one program.
+    """Hold what becomes one program: most often, a piece of the joint graph.
 
     Args:
         name: What it is, for messages.
-        module: Takes the inputs in order and returns a tuple of the outputs.
+        module: Takes the inputs in order and returns the outputs in order; a graph
+            where constraints count.
         inputs: Names of the inputs: roles of the joint graph or names of its nodes.
         outputs: Names of the outputs, none twice.
     """
 
     name: str
-    module: fx.GraphModule
+    module: torch.nn.Module
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""The mesh of a whole job: one process axis and the axes of each rank's devices.
+"""The mesh of a whole job: process axes and the axes of each rank's devices.
 
 Ranks come from torch.distributed. torch_xla sees every process as a world of its own,
 so its rank and world size say nothing about the job.
@@ -21,15 +21,15 @@ from torch_xla_pp.transport import of_group
 class PipelineMesh:
     """Combine a mesh over ranks with a mesh over each rank's devices.
 
-    The first axis counts ranks and behaves as one of `torch.distributed`'s meshes:
+    The first axes count ranks and behave as one of `torch.distributed`'s meshes:
     `get_group`, `get_local_rank`, `mesh["pp"]`. The other axes count the devices of a
     rank: slicing them gives the SPMD mesh that torch_xla's `mark_sharding` takes.
 
     Example:
         >>> mesh = init_device_mesh("xla", (2, 2, 2),
-        ...                         mesh_dim_names=("pp", "data", "model"))
-        >>> mesh["data", "model"].mesh_shape
-        (2, 2)
+        ...                         mesh_dim_names=("dp", "pp", "model"))
+        >>> mesh.get_group("dp").size(), mesh["model"].mesh_shape  # on four ranks
+        (2, (2,))
     """
 
     device_type = "xla"
@@ -37,9 +37,9 @@ class PipelineMesh:
     def __init__(self, layout: MeshLayout, processes: DeviceMesh) -> None:
         self._layout = layout
         self._processes = processes
-        count = layout.num_local_devices
         self._local: dict[tuple[str, ...], Any] = {}
-        self._devices = np.arange(count).reshape(layout.shape[1:])
+        devices = np.arange(layout.num_local_devices)
+        self._devices = devices.reshape(layout.local_shape)
 
     def __repr__(self) -> str:
         return f"PipelineMesh({self._layout})"
@@ -65,42 +65,42 @@ class PipelineMesh:
         return int(np.prod(shape)) if mesh_dim is None else shape[mesh_dim]
 
     def get_group(self, mesh_dim: str | int | None = None) -> dist.ProcessGroup:
-        """Return the process group of the process axis.
+        """Return the process group of a process axis; None names the only one.
 
         Raises:
-            ValueError: `mesh_dim` is a local axis, which has no process group.
+            ValueError: `mesh_dim` is a local axis, which has no process group, or there
+                are several process axes and it names none.
         """
-        self._check_process_axis("get_group", mesh_dim)
-        return self._processes.get_group()
+        return self._processes.get_group(self._process_axis("get_group", mesh_dim))
 
     def get_local_rank(self, mesh_dim: str | int | None = None) -> int:
-        """Return this process's position on the process axis.
+        """Return this process's position on a process axis; None names the only one.
 
         Raises:
-            ValueError: `mesh_dim` is a local axis.
+            ValueError: As by `get_group`.
         """
-        self._check_process_axis("get_local_rank", mesh_dim)
-        return self._processes.get_local_rank()
+        axis = self._process_axis("get_local_rank", mesh_dim)
+        return self._processes.get_local_rank(axis)
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Any:
         """Return the mesh of the named axes.
 
         Args:
-            names: The process axis, for a `DeviceMesh` over ranks; or all local axes
-                in any order, for a torch_xla SPMD mesh over this rank's devices.
+            names: Process axes, for a `DeviceMesh` over ranks; or all local axes in
+                any order, for a torch_xla SPMD mesh over this rank's devices.
 
         Raises:
             ValueError: The names are neither.
         """
         wanted = (names,) if isinstance(names, str) else tuple(names)
-        if wanted == self._layout.names[:1]:
-            return self._processes
-        local = self._layout.names[1:]
+        processes, local = self._layout.process_names, self._layout.local_names
+        if wanted and set(wanted) <= set(processes):
+            return self._processes[wanted]
         if sorted(wanted) != sorted(local):
             raise ValueError(
-                f"mesh{list(wanted)}: expected the process axis "
-                f"{self._layout.names[0]!r} or all local axes {local}, since an SPMD "
-                "mesh must span all devices of a rank. Name all of them."
+                f"mesh{list(wanted)}: expected process axes out of {processes}, or "
+                f"all local axes {local}, since an SPMD mesh must span all devices of "
+                "a rank. Name all of them."
             )
         if wanted not in self._local:
             order = [local.index(name) for name in wanted]
@@ -108,13 +108,20 @@ class PipelineMesh:
             self._local[wanted] = xs.Mesh(devices.flatten(), devices.shape, wanted)
         return self._local[wanted]
 
-    def _check_process_axis(self, what: str, mesh_dim: str | int | None) -> None:
-        first = self._layout.names[0]
-        if mesh_dim not in (None, 0, first):
-            raise ValueError(
-                f"{what}: expected the process axis {first!r}, got {mesh_dim!r}, an "
-                "axis over the devices of one rank. Use it in a sharding instead."
-            )
+    def _process_axis(self, what: str, mesh_dim: str | int | None) -> str:
+        """Return the name of a process axis."""
+        axes = self._layout.process_names
+        if mesh_dim is None and len(axes) == 1:
+            return axes[0]
+        if isinstance(mesh_dim, int) and 0 <= mesh_dim < len(axes):
+            return axes[mesh_dim]
+        if isinstance(mesh_dim, str) and mesh_dim in axes:
+            return mesh_dim
+        raise ValueError(
+            f"{what}: expected one of the process axes {axes}, got {mesh_dim!r}. Axes "
+            "over the devices of one rank belong into a sharding; an axis of size 1 "
+            "counts processes if it stands before 'pp'."
+        )
 
 
 def init_device_mesh(
@@ -127,8 +134,11 @@ def init_device_mesh(
 
     Args:
         device_type: "xla".
-        mesh_shape: Number of ranks, then the sizes of the local axes.
-        mesh_dim_names: Name of every axis, e.g. `("pp", "data", "model")`.
+        mesh_shape: Size of every axis. The first ones, as many as make the number of
+            ranks, count processes; the others count the devices of a rank.
+        mesh_dim_names: Name of every axis, e.g. `("dp", "pp", "data", "model")`. "pp"
+            must be a process axis; others hold replicas of the pipeline, see
+            `replicas` of `PipelineStage`.
 
     Raises:
         ValueError: The shape does not fit the number of ranks or devices, on every
@@ -143,6 +153,7 @@ def init_device_mesh(
     group = of_group(None)
     device()
     counts = group.rendezvous.exchange("devices", xla_compat.num_local_devices())
+    layout = layout.of_ranks(group.size())
     faults = layout.faults(group.size(), counts)
     if faults:
         raise ValueError(
@@ -151,6 +162,6 @@ def init_device_mesh(
             + f"\nChange the mesh, or launch with: {launch_hint(layout)}"
         )
     processes = _init_torch_mesh(
-        "cpu", layout.shape[:1], mesh_dim_names=layout.names[:1]
+        "cpu", layout.process_shape, mesh_dim_names=layout.process_names
     )
     return PipelineMesh(layout, processes)

@@ -43,6 +43,22 @@ class OpShardingArgs(NamedTuple):
     replication_groups: list[list[int]]
     sharding_type: int
 
+    @classmethod
+    def of_tiles(cls, tiles: Sequence[int]) -> "OpShardingArgs":
+        """Split one dimension so that devices hold given parts of it.
+
+        Args:
+            tiles: For each device, which part it holds, as `tile_of_device` says;
+                equally many devices for each part.
+        """
+        count = max(tiles) + 1
+        if count == 1:
+            return REPLICATED
+        ids = sorted(range(len(tiles)), key=lambda device: tiles[device])
+        if len(tiles) == count:
+            return cls(ids, [], [], _TILED)
+        return _partial(ids, [count, len(tiles) // count])
+
     @property
     def tiles(self) -> tuple[int, ...]:
         """Return into how many parts each dimension is cut, empty for no cut."""

@@ -1,13 +1,15 @@
 """The axes of a whole job: which go over processes and which over local devices.
 
-Terms: a *process axis* counts ranks of torchrun (`pp`); a *local axis* counts XLA
-devices of one rank. The first axis of a mesh is its process axis, all others are
-local.
+Terms: a *process axis* counts ranks of torchrun (`pp`, and e.g. `dp` for replicas of
+the whole pipeline); a *local axis* counts XLA devices of one rank. The first axes of
+a mesh are its process axes, all others are local.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+PIPELINE_AXIS = "pp"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,15 +17,19 @@ class MeshLayout:
     """Name and size the axes of a job's mesh.
 
     Args:
-        shape: Size of every axis; the first counts ranks, the others local devices.
-        names: Name of every axis.
+        shape: Size of every axis.
+        names: Name of every axis; one of them is "pp".
+        num_process_axes: How many of the first axes count ranks; None for all up to
+            "pp".
 
     Raises:
-        ValueError: An axis has no name, a name twice, or no positive size.
+        ValueError: An axis has no name, a name twice, or no positive size; or none is
+            called "pp".
     """
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
+    num_process_axes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.shape or len(self.shape) != len(self.names):
@@ -43,20 +49,54 @@ class MeshLayout:
                 f"init_device_mesh: expected positive axis sizes, got {self.shape}. "
                 f"Give every axis at least one rank or device."
             )
+        if PIPELINE_AXIS not in self.names:
+            raise ValueError(
+                f"init_device_mesh: expected an axis called {PIPELINE_AXIS!r}, the "
+                f"ranks of one pipeline, got {self.names}. Rename one of the first "
+                f"axes, or add one of size 1."
+            )
 
     def __str__(self) -> str:
-        axes = zip(self.names, self.shape, strict=True)
-        return " x ".join(f"{name}={size}" for name, size in axes)
+        return _listed(self.names, self.shape)
+
+    def of_ranks(self, world_size: int) -> "MeshLayout":
+        """Return the layout whose process axes have as many ranks as a job.
+
+        They are the fewest that will do and have "pp" among them; those up to "pp" if
+        none will do.
+        """
+        fitting = [n for n in self._choices if math.prod(self.shape[:n]) == world_size]
+        return replace(self, num_process_axes=fitting[0] if fitting else None)
+
+    @property
+    def process_names(self) -> tuple[str, ...]:
+        """Return the names of the process axes."""
+        return self.names[: self._num_process_axes]
+
+    @property
+    def process_shape(self) -> tuple[int, ...]:
+        """Return the sizes of the process axes."""
+        return self.shape[: self._num_process_axes]
+
+    @property
+    def local_names(self) -> tuple[str, ...]:
+        """Return the names of the local axes."""
+        return self.names[self._num_process_axes :]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Return the sizes of the local axes."""
+        return self.shape[self._num_process_axes :]
 
     @property
     def num_processes(self) -> int:
         """Return the number of ranks that the mesh needs."""
-        return self.shape[0]
+        return math.prod(self.process_shape)
 
     @property
     def num_local_devices(self) -> int:
         """Return the number of XLA devices that every rank needs."""
-        return math.prod(self.shape[1:])
+        return math.prod(self.local_shape)
 
     def faults(self, world_size: int, device_counts: Sequence[int]) -> list[str]:
         """List what does not fit between this mesh and a job.
@@ -67,9 +107,13 @@ class MeshLayout:
         """
         found = []
         if world_size != self.num_processes:
+            choices = [
+                f"{math.prod(self.shape[:n])} ({_listed(self.names[:n], self.shape)})"
+                for n in self._choices
+            ]
             found.append(
-                f"axis {self.names[0]!r} counts processes: expected "
-                f"{self.num_processes} ranks, got {world_size}"
+                f"the first axes, up to {PIPELINE_AXIS!r} or further, count processes: "
+                f"expected {' or '.join(choices)} ranks, got {world_size}"
             )
         wrong = {
             rank: count
@@ -77,13 +121,22 @@ class MeshLayout:
             if count != self.num_local_devices
         }
         if wrong:
-            axes = ", ".join(self.names[1:]) or "none"
+            axes = ", ".join(self.local_names) or "none"
             counts = ", ".join(f"rank {r} has {n}" for r, n in wrong.items())
             found.append(
                 f"the local axes ({axes}) count devices of one rank: expected "
                 f"{self.num_local_devices} per rank, got: {counts}"
             )
         return found
+
+    @property
+    def _num_process_axes(self) -> int:
+        return self.num_process_axes or self._choices[0]
+
+    @property
+    def _choices(self) -> range:
+        """Return how many process axes there may be."""
+        return range(self.names.index(PIPELINE_AXIS) + 1, len(self.names) + 1)
 
 
 def launch_hint(layout: MeshLayout) -> str:
@@ -92,3 +145,7 @@ def launch_hint(layout: MeshLayout) -> str:
         f"CPU_NUM_DEVICES={layout.num_local_devices} torchrun --nproc-per-node "
         f"{layout.num_processes} script.py"
     )
+
+
+def _listed(names: Sequence[str], shape: Sequence[int]) -> str:
+    return " x ".join(f"{n}={size}" for n, size in zip(names, shape, strict=False))

@@ -44,6 +44,7 @@ class Claim:
         schedule: Name of the schedule's class.
         order: Its actions on all ranks, as a digest; empty if they are not known.
         transport: Name of what carries values between ranks.
+        replica: Which replica of the pipeline this is, and of how many.
         key: A text of the rank's own that no other handshake has.
     """
 
@@ -53,6 +54,7 @@ class Claim:
     schedule: str
     order: str
     transport: str
+    replica: tuple[int, int] = (0, 1)
     key: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
 
@@ -110,21 +112,26 @@ def wiring_of(claims: Sequence[Claim]) -> Wiring:
 def claim_faults(claims: Sequence[Claim]) -> list[str]:
     """List what does not fit between the claims of the ranks, by rank."""
     faults = []
-    for what in ("num_stages", "num_microbatches", "schedule", "order"):
+    for what in ("num_stages", "num_microbatches", "schedule", "order", "replica"):
         values = [getattr(claim, what) for claim in claims]
         if len(set(values)) > 1:
             faults.append(
                 f"{what}: expected the same on every rank, got {values}. Build the "
                 "stages and the schedule with equal arguments on every rank."
             )
-    transports = [claim.transport for claim in claims]
-    if len(set(transports)) > 1:
-        faults.append(
-            f"transport: expected the same on every rank, got {transports}. Set "
-            "TORCH_XLA_PP_TRANSPORT=host, or see the warnings of the ranks with host."
-        )
+    faults += transport_faults([claim.transport for claim in claims])
     faults += _place_faults(claims) + _shared_faults(claims)
     return faults + _pattern_faults(claims)
+
+
+def transport_faults(transports: Sequence[str]) -> list[str]:
+    """List what is wrong with the transports of the ranks of a group."""
+    if len(set(transports)) == 1:
+        return []
+    return [
+        f"transport: expected the same on every rank, got {transports}. Set "
+        "TORCH_XLA_PP_TRANSPORT=host, or see the warnings of the ranks with host."
+    ]
 
 
 def _place_faults(claims: Sequence[Claim]) -> list[str]:

@@ -48,6 +48,11 @@ class PipelineStage(XlaPipelineStage):
         remat: Which forward values the backward computes again: "none" for those under
             `torch.utils.checkpoint` only, "full" for all, or the ops whose results
             are kept, e.g. `[torch.ops.aten.mm.default]`.
+        replicas: Group of the ranks that run this stage in each replica of the
+            pipeline, e.g. `mesh.get_group("dp")`; None if there is one. Every replica
+            is given its own part of the batch; gradients are averaged over replicas
+            once a step. Parameters must begin with equal values; buffers, losses and
+            outputs are each replica's own.
 
     Raises:
         TypeError: Examples are no tensors.
@@ -74,6 +79,7 @@ class PipelineStage(XlaPipelineStage):
         inputs_from: InputsFrom | None = None,
         tied: Mapping[str, str] | None = None,
         remat: Remat = "none",
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         if dw_builder is not None:
             raise ValueError(
@@ -92,6 +98,7 @@ class PipelineStage(XlaPipelineStage):
             inputs_from=inputs_from,
             tied=tied,
             remat=remat,
+            replicas=replicas,
             expected_inputs=_tensors("input_args", input_args),
             expected_outputs=_tensors("output_args", output_args),
         )

@@ -176,6 +176,11 @@ class ModuleState:
             xla_compat.materialize([found])
         return found
 
+    def take_sums(self) -> dict[str, Tensor]:
+        """Hand over the gradient sums; `replace_sums` must bring others."""
+        sums, self._sums = self._sums, {}
+        return sums
+
     def replace_sums(self, sums: Mapping[str, Tensor]) -> None:
         """Replace some gradient sums by others, which no program took over."""
         self._sums |= sums

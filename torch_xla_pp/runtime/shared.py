@@ -5,17 +5,17 @@ and the same; its *owner* is the first stage that has it. Gradients of copies ar
 up once a step (see `compile.shared`), so equal optimizers keep copies equal.
 """
 
-import hashlib
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import SharedSums, accumulator, route_in, route_out
+from torch_xla_pp.compile import SharedSums, accumulator
 from torch_xla_pp.plan import Wiring
 from torch_xla_pp.runtime.exchange import Exchange
+from torch_xla_pp.runtime.fingerprint import fingerprint
 from torch_xla_pp.runtime.module_state import ModuleState
+from torch_xla_pp.runtime.swap import Partner, Swap
 from torch_xla_pp.transport import Message, ShardLayout
 
 
@@ -40,7 +40,7 @@ class SharedParameters:
         self._module = module
         self._names = _first_names(module, tied)
         self._wiring: Wiring | None = None
-        self._sums: SharedSums | None = None
+        self._sums: tuple[SharedSums, Swap] | None = None
         self._layouts: dict[str, ShardLayout] = {}
 
     def __bool__(self) -> bool:
@@ -48,19 +48,10 @@ class SharedParameters:
 
     def describe(self) -> dict[str, str]:
         """Return group → a text that is equal for equal copies."""
-        found = {}
-        for group, parameter in self._parameters().items():
-            data = parameter.detach().cpu().contiguous().reshape(-1)
-            digest = hashlib.blake2b(
-                data.view(torch.uint8).numpy().tobytes(), digest_size=8
-            )
-            kind = str(parameter.dtype).removeprefix("torch.")
-            found[group] = (
-                f"{kind}{list(parameter.shape)}"
-                f"{'' if parameter.requires_grad else ' frozen'} "
-                f"with values {digest.hexdigest()}"
-            )
-        return found
+        return {
+            group: fingerprint(parameter, [parameter.cpu()])
+            for group, parameter in self._parameters().items()
+        }
 
     def copies(self, wiring: Wiring) -> set[str]:
         """Return the names of parameters that an earlier stage has, too."""
@@ -77,53 +68,47 @@ class SharedParameters:
         for group in self._names:
             for other in wiring.shared[group]:
                 if other != self._stage:
-                    message = Message("S", self._stage, 0, other)
+                    message = self._message_from(other)
                     self._exchange.expect(message, wiring.ranks[other])
 
     def give(self, state: ModuleState) -> None:
         """Send this stage's gradients, or lay them ready; at the end of a step."""
-        programs = self._programs()
+        programs, swap = self._programs()
         sums = self._own_sums(state)
-        routes = {}
-        for other, groups in programs.others.items():
+        values = {
+            other: [sums[group] for group in groups]
+            for other, groups in programs.others.items()
+        }
+        for other in self._near(programs):
             message = Message("S", other, 0, self._stage)
-            rank = self._wired.ranks[other]
-            layouts = [self._layouts[group] for group in groups]
-            if self._exchange.is_own(rank):
-                given = {i: sums[group] for i, group in enumerate(groups)}
-                self._exchange.give(message, given)
-            elif self._exchange.is_in_graph(rank):
-                routes[route_out(other)] = self._exchange.send_route(
-                    message, rank, layouts
-                )
-            else:
-                self._exchange.send(message, rank, [sums[group] for group in groups])
-        programs.send(sums, routes)
+            self._exchange.give(message, dict(enumerate(values[other])))
+        swap.send(values)
+        programs.send(sums, swap.routes_out())
 
     def take(self, state: ModuleState) -> None:
         """Add the gradients of the other copies; after all stages of a rank `give`."""
-        programs = self._programs()
-        sums = self._own_sums(state)
-        routes: dict[str, Tensor] = {}
-        given: dict[int, dict[str, Tensor]] = {}
-        for other, groups in programs.others.items():
-            message = Message("S", self._stage, 0, other)
-            rank = self._wired.ranks[other]
-            layouts = [self._layouts[group] for group in groups]
-            if self._exchange.is_own(rank):
-                values = self._exchange.take(message, range(len(groups)))
-                given[other] = {group: values[i] for i, group in enumerate(groups)}
-            elif self._exchange.is_in_graph(rank):
-                routes[route_in(other)] = self._exchange.receive_route(
-                    message, rank, layouts
-                )
-            else:
-                received = self._exchange.receive(message, rank, layouts)
-                given[other] = dict(zip(groups, received, strict=True))
-        totals = programs.add(sums, given, routes)
+        programs, swap = self._programs()
+        values = swap.receive()
+        for other in self._near(programs):
+            slots = range(len(programs.others[other]))
+            found = self._exchange.take(self._message_from(other), slots)
+            values[other] = [found[slot] for slot in slots]
+        given = {
+            other: dict(zip(programs.others[other], found, strict=True))
+            for other, found in values.items()
+        }
+        totals = programs.add(self._own_sums(state), given, swap.routes_in())
         state.replace_sums(
             {accumulator(_role(self._names[g])): x for g, x in totals.items()}
         )
+
+    def _near(self, programs: SharedSums) -> list[int]:
+        """Return the stages on this rank that have one of the parameters."""
+        ranks = self._wired.ranks
+        return [o for o in programs.others if self._exchange.is_own(ranks[o])]
+
+    def _message_from(self, other: int) -> Message:
+        return Message("S", self._stage, 0, other)
 
     @property
     def _wired(self) -> Wiring:
@@ -142,7 +127,7 @@ class SharedParameters:
         """
         return {g: state.sum_of(_role(self._names[g])) for g in self._layouts}
 
-    def _programs(self) -> SharedSums:
+    def _programs(self) -> tuple[SharedSums, Swap]:
         if self._sums is not None:
             return self._sums
         wiring, parameters = self._wired, self._parameters()
@@ -151,13 +136,24 @@ class SharedParameters:
         holders = {group: wiring.shared[group] for group in trained}
         others = {s for stages in holders.values() for s in stages}
         is_in_graph = self._exchange.is_in_graph
-        self._sums = SharedSums(
+        programs = SharedSums(
             self._stage,
             holders,
             [s for s in sorted(others) if is_in_graph(wiring.ranks[s])],
             self._layouts,
             {g: xla_compat.sharding_of(p) for g, p in trained.items()},
         )
+        partners = {
+            other: Partner(
+                wiring.ranks[other],
+                Message("S", other, 0, self._stage),
+                self._message_from(other),
+                [self._layouts[group] for group in groups],
+            )
+            for other, groups in programs.others.items()
+            if not self._exchange.is_own(wiring.ranks[other])
+        }
+        self._sums = programs, Swap(self._exchange, partners)
         return self._sums
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import Remat, StagePrograms, check_remat, tangent
-from torch_xla_pp.errors import PipelineError, StageShapeError
+from torch_xla_pp.errors import PipelineError, StageShapeError, TransportError
 from torch_xla_pp.graph import Template
 from torch_xla_pp.mesh import AxisRules, LogicalAxes, Sharding, TensorSpec, unmatched
 from torch_xla_pp.plan import InputsFrom, StageInputs, Wiring
@@ -45,6 +45,11 @@ from torch_xla_pp.runtime.plan import (
 )
 from torch_xla_pp.runtime.planning import StagePlanning, names_of_stages
 from torch_xla_pp.runtime.recorder import StepRecorder, recorded, shown_as
+from torch_xla_pp.runtime.replicas import (
+    Replicas,
+    agree_on_replicas,
+    group_of_replicas,
+)
 from torch_xla_pp.runtime.shared import SharedParameters
 from torch_xla_pp.runtime.silent_stage import SilentStage
 from torch_xla_pp.runtime.step_kinds import StepKinds
@@ -60,7 +65,7 @@ from torch_xla_pp.runtime.torch_compat import (
     set_loss_function,
 )
 from torch_xla_pp.schedule import Action, Kind, verify
-from torch_xla_pp.transport import Message, of_group
+from torch_xla_pp.transport import Message, XlaPpProcessGroup, of_group
 
 _MANY_PLANS = 8
 
@@ -102,6 +107,8 @@ class XlaPipelineStage(SilentStage):
             the previous stage, whose output's items are taken one by one.
         tied: Parameter name → group, for parameters of which other stages have copies:
             equal groups are one parameter.
+        replicas: Group of the ranks that run this stage in each replica of the
+            pipeline, e.g. `mesh.get_group("dp")`; None if there is one.
         expected_inputs: What the positional inputs must look like, None if anything
             the module takes is right.
         expected_outputs: What the outputs must look like, likewise.
@@ -126,12 +133,17 @@ class XlaPipelineStage(SilentStage):
         remat: Remat = "none",
         inputs_from: InputsFrom | None = None,
         tied: Mapping[str, str] | None = None,
+        replicas: dist.ProcessGroup | None = None,
         expected_inputs: Sequence[Tensor] | None = None,
         expected_outputs: Sequence[Tensor] | None = None,
         whole_model: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self._pg = of_group(group)
+        self._groups = [self._pg]
         with self._pg.rendezvous.reporting():
+            others = group_of_replicas(replicas, self._pg)
+            self._groups += [] if others is None else [others]
+        with self._reporting_to_groups():
             _check_index(stage_index, num_stages)
             _check_device(device)
             check_remat(remat)
@@ -150,6 +162,9 @@ class XlaPipelineStage(SilentStage):
             self._exchange = Exchange(self._pg)
             self._shared = SharedParameters(
                 stage_index, submodule, tied or {}, self._exchange
+            )
+            self._replicas = (
+                None if others is None else Replicas(stage_index, submodule, others)
             )
         self._planning = StagePlanning(
             stage_index,
@@ -258,7 +273,9 @@ class XlaPipelineStage(SilentStage):
             self._drop_leftovers()
             return
         self._schedule = schedule
-        self._pg.rendezvous.check()
+        with self._reporting_to_groups():
+            for group in self._groups:
+                group.rendezvous.check()
         with self._reporting():
             self._drop_leftovers()
             self._num_done = 0
@@ -274,6 +291,8 @@ class XlaPipelineStage(SilentStage):
         self._leaves.clear()
         self.output_chunks.clear()
         self._exchange.forget(self.stage_index)
+        if self._replicas is not None:
+            self._replicas.forget()
 
     # Called by a schedule before its first step.
 
@@ -308,6 +327,7 @@ class XlaPipelineStage(SilentStage):
             schedule=type(schedule).__name__,
             order="" if order is None else order.digest(),
             transport=self._exchange.transport_name,
+            replica=self._replica,
         )
         key, wiring = handshake.agree_on_stages(self._pg.rendezvous, claim)
         if order is not None:
@@ -318,6 +338,7 @@ class XlaPipelineStage(SilentStage):
                 num_microbatches=num_microbatches(schedule),
                 carriers=wiring.carriers(),
             )
+        agree_on_replicas({s.stage_index: s._replicas for s in stages}, self.num_stages)
         kinds = StepKinds(self._pg.rendezvous, key, wiring.ranks[0])
         kinds.begin_step()
         for stage in stages:
@@ -328,6 +349,12 @@ class XlaPipelineStage(SilentStage):
             )
             stage._drives[schedule] = _Drive(kinds, wiring, is_given, loss)
             stage._expect_messages(wiring)
+
+    @property
+    def _replica(self) -> tuple[int, int]:
+        """Return which replica of the pipeline this is, and of how many."""
+        found = self._replicas
+        return (0, 1) if found is None else (found.index, found.group.size())
 
     def _claim_of_stage(self) -> StageClaim:
         return StageClaim(
@@ -626,11 +653,12 @@ class XlaPipelineStage(SilentStage):
         Gradients are published only once it is known that nothing went wrong.
         """
         self._num_done += 1
+        if self._num_done == plan.num_microbatches and self.has_backward:
+            self._end_backwards()
         stages = local_stages(self._driver())
         if all(stage._num_done == plan.num_microbatches for stage in stages):
             if any(stage.has_backward for stage in stages):
-                for stage in stages:
-                    stage._reduce_grads()
+                self._combine_replicas(stages)
                 _combine_shared(stages)
             self._exchange.settle()
             for stage in stages:
@@ -639,10 +667,31 @@ class XlaPipelineStage(SilentStage):
             if first.has_backward and self._variant(plan).programs.has_backward:
                 first._drives[self._driver()].kinds.forget_announced()
 
-    def _reduce_grads(self) -> None:
-        """Add up what the devices of this rank have of the step's gradients."""
+    def _end_backwards(self) -> None:
+        """Finish what this stage does alone with its gradients, and send them.
+
+        What the devices of this rank have is added up. To the other replicas the sums
+        travel while other stages still compute.
+        """
         variant = self._variant(self._plan())
         self._state.reduce_sums(variant.programs, variant.sizes)
+        if self._replicas is not None:
+            self._replicas.give(self._state)
+
+    def _combine_replicas(self, stages: Sequence[Any]) -> None:
+        """Average the gradients that all stages of the rank have sent to replicas.
+
+        A replica has its averages only once each other one knows that nothing went
+        wrong in its own pipeline: a lost message would be NaN in them.
+        """
+        if self._replicas is None:
+            return
+        self._exchange.settle()
+        for stage in stages:
+            stage._replicas.average()
+        for stage in stages:
+            stage._replicas.take(stage._state)
+        self._replicas.settle()
 
     def _plan(self) -> StagePlan:
         if self._current is None:
@@ -668,9 +717,12 @@ class XlaPipelineStage(SilentStage):
         """Return the seed of this stage's random numbers for one microbatch.
 
         All stages draw from one sequence per microbatch, each where the stages before
-        it end, so that the numbers do not depend on where the model is split.
+        it end, so that the numbers do not depend on where the model is split. Those
+        of replicas differ, as if their batches were parts of one.
         """
-        key = (torch.initial_seed(), self._num_steps, microbatch)
+        replica, _ = self._replica
+        number = replica * plan.num_microbatches + microbatch
+        key = (torch.initial_seed(), self._num_steps, number)
         digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "big")
         return xla_compat.advanced_seed(seed, plan.random_before)
@@ -690,13 +742,39 @@ class XlaPipelineStage(SilentStage):
     def _reporting(self) -> Iterator[None]:
         """Let the other ranks know of an error that stops this one."""
         try:
-            with self._pg.rendezvous.reporting():
+            with self._reporting_to_groups():
                 yield
         except BaseException:
             schedule = self._schedule
             for stage in [self] if schedule is None else local_stages(schedule):
                 stage._state.roll_back()
             raise
+
+    @contextlib.contextmanager
+    def _reporting_to_groups(self) -> Iterator[None]:
+        """Report errors to all ranks that this one works with.
+
+        What one group has told of is passed on to the other, so that an error reaches
+        all ranks of all replicas.
+        """
+        with contextlib.ExitStack() as stack:
+            for group in self._groups:
+                stack.enter_context(group.rendezvous.reporting())
+            try:
+                yield
+            except TransportError as error:
+                if len(self._groups) > 1:
+                    error.add_note(_ranks_of(self._groups))
+                raise
+
+
+def _ranks_of(groups: Sequence[XlaPpProcessGroup]) -> str:
+    """Say what ranks are meant where a message between ranks is concerned."""
+    pipeline, replicas = map(dist.get_process_group_ranks, groups)
+    return (
+        "Messages count ranks within a group: those of gradient sums from a stage to "
+        f"itself (S) within ranks {replicas} of the job, others within {pipeline}."
+    )
 
 
 def _combine_shared(stages: Sequence[Any]) -> None:

@@ -84,7 +84,8 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         for device in ("cpu", "xla"):
             self._register_backend(torch.device(device), kind, gloo)
         self._set_default_backend(kind)
-        self.rendezvous = Rendezvous(store, rank, size, env.timeout_s())
+        job_rank = dist.get_rank() if dist.is_initialized() else rank
+        self.rendezvous = Rendezvous(store, rank, size, env.timeout_s(), job_rank)
         self._wire = Wire(store, self.rendezvous)
         self._closings: list[Callable[[], None]] = [self._wire.close]
         self._close = weakref.finalize(self, _close_all, self._closings)

@@ -28,6 +28,7 @@ from torch_xla_pp.transport.c10d import PrefixStore, Store
 POLL_S = 0.2
 _FIRST_NAP_S = 0.001
 _LONGEST_NAP_S = 0.05
+_REPORT = "xla_pp_report"
 _SHARED_BUILTINS = ("ValueError", "TypeError", "RuntimeError")
 
 _logger = logging.getLogger(__name__)
@@ -56,12 +57,22 @@ class Rendezvous:
         size: Number of ranks in the group.
         timeout_s: How long to wait for a peer, in seconds, where a call gives no
             other limit.
+        job_rank: Rank of this process in the job, by which peers are told of its
+            errors; None if that is `rank`.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        job_rank: int | None = None,
+    ) -> None:
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
+        self._job_rank = rank if job_rank is None else job_rank
         self._store = PrefixStore("rendezvous/", store)
         self._generation = 0
         self._rounds: Counter[str] = Counter()
@@ -145,7 +156,7 @@ class Rendezvous:
 
         Of several reports in one generation the first counts. An error that was
         reported, by this rank or a peer, or was raised because of such a one, is not
-        reported again.
+        reported again. One that a peer in another group has reported is passed on.
 
         Args:
             error: What this rank is about to raise.
@@ -155,7 +166,8 @@ class Rendezvous:
             return
         text = str(error) or type(error).__name__
         context = context.replace("\n", " ")
-        report = f"{self.rank}\n{_shared_type_name(error)}\n{context}\n{text}"
+        own = f"{self._job_rank}\n{_shared_type_name(error)}\n{context}\n{text}"
+        report = _reported(error) or own
         for channel in self._channels:
             channel.report(self._generation, report)
         try:
@@ -205,6 +217,7 @@ class Rendezvous:
         self._advance()
         where = f": {context}" if context else ""
         error = _shared_type(kind)(f"{text} (raised on rank {rank}){where}")
+        vars(error)[_REPORT] = report
         self._relayed = error
         raise error
 
@@ -301,6 +314,14 @@ class Rendezvous:
         return error is self._relayed or self._is_relayed(
             error.__cause__ or error.__context__
         )
+
+
+def _reported(error: BaseException | None) -> str | None:
+    """Return the report of a peer that has led to an error, None if there is none."""
+    if error is None:
+        return None
+    found: str | None = vars(error).get(_REPORT)
+    return found or _reported(error.__cause__ or error.__context__)
 
 
 def _shared_type_name(error: BaseException) -> str:
