@@ -416,7 +416,7 @@ def flatten_shards(values: Sequence[Tensor], shardings: Sequence[OpSharding]) ->
         Each device's parts of the values, of one dimension.
     """
     shards = [to_shards(v, s) for v, s in zip(values, shardings, strict=True)]
-    return _manual(torch.cat([_manual(shard.reshape(-1)) for shard in shards]))
+    return manual(torch.cat([manual(shard.reshape(-1)) for shard in shards]))
 
 
 def split_shards(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -428,10 +428,10 @@ def split_shards(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     missing = sum(sizes) - flat.numel()
     if missing > 0:
         times = 1 + -(-missing // flat.numel())
-        flat = _manual(torch.cat([flat] * times))
+        flat = manual(torch.cat([flat] * times))
     ends = list(itertools.accumulate(sizes))
     return [
-        _manual(_manual(flat[end - size : end]).reshape(list(shape)))
+        manual(manual(flat[end - size : end]).reshape(list(shape)))
         for end, size, shape in zip(ends, sizes, shapes, strict=True)
     ]
 
