@@ -8,12 +8,13 @@ STAMP := $(VENV)/.installed
 CSRC := $(wildcard csrc/*.cc csrc/*.h csrc/test/*.cc)
 MATCHING := $(addprefix csrc/,engine.cc executor.cc inbox.cc message.cc pool.cc)
 
-.PHONY: help demo test lint types format sanitize clean
+.PHONY: help demo test lint types docs pages format sanitize clean
 
 help:
 	@echo "make demo    train a GPT on two ranks of two devices (ARGS='--schedule ZBVZeroBubble')"
 	@echo "make test    run the tests (ARGS='-m pure' for the fast ones)"
 	@echo "make lint    check format and style      make types   check types"
+	@echo "make docs    build build/docs/index.html    make pages   write what their code prints"
 	@echo "make sanitize  run the C++ matching code under sanitizers"
 	@echo "make format  format the code             make clean   remove what was built"
 
@@ -30,6 +31,14 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
+
+# After a change of what the code of the pages prints, or of what the pictures show.
+pages: $(STAMP)
+	$(BIN)/python test/pages.py
+	$(BIN)/python docs/pictures/draw.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -315,7 +315,8 @@ class XlaPipelineStage(SilentStage):
         schedule = self._driver()
         stages = local_stages(schedule)
         if stages[0] is self:
-            self._claim(schedule, stages)
+            with self._reporting():
+                self._claim(schedule, stages)
         return ()
 
     def _claim(self, schedule: Schedule, stages: Sequence[Any]) -> None:
