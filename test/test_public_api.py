@@ -27,6 +27,7 @@ PUBLIC = [
     "pipeline",
     "pipeline_yield",
     "shard",
+    "spmd_pipeline",
 ]
 
 

@@ -25,6 +25,7 @@ from torch_xla_pp.mesh import AxisRules
 from torch_xla_pp.pipeline import Pipe, pipeline
 from torch_xla_pp.runtime import PipelineStage, ScheduleFromTable, clip_grad_norm_
 from torch_xla_pp.schedule import Action, Schedule
+from torch_xla_pp.spmd_pipeline import spmd_pipeline
 
 __all__ = [
     "Action",
@@ -45,4 +46,5 @@ __all__ = [
     "pipeline",
     "pipeline_yield",
     "shard",
+    "spmd_pipeline",
 ]
