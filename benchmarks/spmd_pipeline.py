@@ -67,8 +67,11 @@ def time_ranks(schedule: str, microbatches: int, size: dict[str, int]) -> list[f
 
 def time_spmd(repeats: int, microbatches: int, size: dict[str, int]) -> list[float]:
     """Time steps of a pipeline inside of one program, in seconds."""
+    import torch.distributed as dist
+
     import torch_xla_pp as xpp
 
+    dist.init_process_group("xla_pp")
     mesh = xpp.init_device_mesh("xla", (1, NUM_DEVICES), mesh_dim_names=("pp", "stage"))
     blocks = [gpt.Block(size["width"], size["heads"]) for _ in range(size["layers"])]
     piped = xpp.spmd_pipeline(
