@@ -28,6 +28,7 @@ PUBLIC = [
     "pipeline_yield",
     "profile_step",
     "shard",
+    "spmd_pipeline",
 ]
 
 

@@ -34,6 +34,7 @@ if sys.orig_argv[1:3] != ["-m", "torch_xla_pp"]:
         profile_step,
     )
     from torch_xla_pp.schedule import Action, Schedule
+    from torch_xla_pp.spmd_pipeline import spmd_pipeline
 
 __all__ = [
     "Action",
@@ -55,4 +56,5 @@ __all__ = [
     "pipeline_yield",
     "profile_step",
     "shard",
+    "spmd_pipeline",
 ]

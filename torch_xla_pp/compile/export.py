@@ -30,6 +30,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch._decomp import get_decompositions
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -170,8 +171,8 @@ class _Captures(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _replace(self, value: Any) -> Any:
-        # What belongs to the trace is of a subclass.
-        if type(value) not in (Tensor, nn.Parameter):
+        # What belongs to the trace is of a subclass, or wrapped by vmap.
+        if type(value) not in (Tensor, nn.Parameter) or is_wrapped(value):
             return value
         if id(value) in self._inputs:
             return self._inputs[id(value)]

@@ -3,6 +3,7 @@
 from torch_xla_pp.graph.constraints import (
     SHARD,
     axes_of,
+    mapped_as,
     shard,
     shard_in_graph,
     sharding_outputs,
@@ -44,6 +45,7 @@ __all__ = [
     "parameter_names",
     "pipeline_yield",
     "prepare",
+    "mapped_as",
     "shard",
     "shard_in_graph",
     "sharding_outputs",

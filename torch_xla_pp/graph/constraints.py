@@ -7,6 +7,7 @@ stay names there: what they mean is known only where the stage is compiled.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ _NAME = "torch_xla_pp::shard"
 
 # Lists of optional texts cannot be arguments of an operator.
 _WHOLE = ""
+
+_mapped_axis: ContextVar[str] = ContextVar("mapped_axis", default=_WHOLE)
 
 torch.library.define(_NAME, "(Tensor value, str[] axes) -> Tensor")
 
@@ -35,9 +38,9 @@ def _fake(value: Tensor, axes: Sequence[str]) -> Tensor:
 def _batched(
     info: Any, in_dims: tuple[Any, ...], value: Tensor, axes: Sequence[str]
 ) -> tuple[Tensor, int]:
-    """Leave the dimension that vmap adds whole."""
+    """Lay out the dimension that vmap adds as `mapped_as` says, or leave it whole."""
     dim = in_dims[0]
-    return SHARD(value, [*axes[:dim], _WHOLE, *axes[dim:]]), dim
+    return SHARD(value, [*axes[:dim], _mapped_axis.get(), *axes[dim:]]), dim
 
 
 def _keep_axes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -97,6 +100,16 @@ def shard_in_graph(value: Tensor, *axes: str | None) -> Tensor:
 def axes_of(names: Sequence[str]) -> tuple[str | None, ...]:
     """Return the logical axes that the operator was called with."""
     return tuple(name or None for name in names)
+
+
+@contextlib.contextmanager
+def mapped_as(axis: str) -> Iterator[None]:
+    """Give the dimension that `torch.vmap` adds in the context a logical axis."""
+    token = _mapped_axis.set(axis)
+    try:
+        yield
+    finally:
+        _mapped_axis.reset(token)
 
 
 @contextlib.contextmanager

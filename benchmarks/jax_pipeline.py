@@ -1,0 +1,144 @@
+"""The pipeline of `spmd_pipeline.py` in JAX; prints the seconds of its steps as JSON.
+
+    python benchmarks/jax_pipeline.py small 8 2      size, microbatches, repeats
+
+Each of two CPU devices has the weights of its stage; `ppermute` hands activations on.
+"""
+
+import json
+import os
+import sys
+import time
+from functools import partial
+from typing import Any
+
+NUM_STAGES = 2
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={NUM_STAGES}"
+
+import gpt  # noqa: E402
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from jax import lax  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+
+STEPS = 5
+WARM_UP = 3
+RATE = 0.01
+Weights = dict[str, Any]
+
+
+def norm(x: Any) -> Any:
+    """Return rows of mean 0 and variance 1."""
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+
+
+def block(heads: int, x: Any, weights: Weights) -> tuple[Any, None]:
+    """Apply the block of `gpt.py` to `(B, L, width)`."""
+    rows, length, width = x.shape
+    projected = (norm(x) * weights["scale_1"] + weights["shift_1"]) @ weights["qkv"]
+    parts = jnp.split(projected + weights["qkv_bias"], 3, axis=-1)
+    q, k, v = (part.reshape(rows, length, heads, -1) for part in parts)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / (width // heads) ** 0.5
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    mixing = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", mixing, v).reshape(x.shape)
+    x = x + mixed @ weights["out"] + weights["out_bias"]
+    hidden = (norm(x) * weights["scale_2"] + weights["shift_2"]) @ weights["up"]
+    hidden = jax.nn.gelu(hidden + weights["up_bias"], approximate=False)
+    return x + hidden @ weights["down"] + weights["down_bias"], None
+
+
+def run_stage(heads: int, repeats: int, weights: Weights, inputs: Any) -> Any:
+    """Pass all microbatches through the pipeline, as one device sees it.
+
+    Args:
+        heads: Number of heads.
+        repeats: How often a microbatch passes all stages.
+        weights: Of this stage, `(1, repeats, layers, …)`.
+        inputs: The batch, `(M, B, L, width)`.
+    """
+    stage = lax.axis_index("stage")
+    count = inputs.shape[0]
+    rounds = count * repeats
+    ring = [(i, (i + 1) % NUM_STAGES) for i in range(NUM_STAGES)]
+
+    def tick(carry: Any, now: Any) -> tuple[Any, Any]:
+        state, waiting = carry
+        index = now % count
+        entry = jnp.where(now < count, inputs[index], waiting[index])
+        state = jnp.where(stage == 0, entry, state)
+        repeat = jnp.clip((now - stage) // count, 0, repeats - 1)
+        own = jax.tree.map(lambda w: w[0, repeat], weights)
+        output, _ = lax.scan(partial(block, heads), state, own)
+        state = lax.ppermute(output, "stage", ring)
+        # What comes around again is microbatch `now - (stages - 1)`.
+        place = (now - NUM_STAGES + 1) % count
+        return (state, waiting.at[place].set(state)), output
+
+    start = inputs[0], jnp.zeros_like(inputs)
+    times = jnp.arange(rounds + NUM_STAGES - 1)
+    varying = lax.pvary(start, ("stage",))
+    _, outputs = lax.scan(tick, varying, times)
+    outputs = jnp.where(stage == NUM_STAGES - 1, outputs[-count:], 0)
+    return lax.psum(outputs, "stage")
+
+
+def make_weights(key: Any, width: int, shape: tuple[int, ...]) -> Weights:
+    """Return the weights of all layers, `(stages, repeats, layers, …)`."""
+    sizes = {
+        "qkv": (width, 3 * width),
+        "out": (width, width),
+        "up": (width, 4 * width),
+        "down": (4 * width, width),
+    }
+    keys = dict(zip(sizes, jax.random.split(key, len(sizes)), strict=True))
+    weights = {
+        name: jax.random.normal(keys[name], (*shape, *size)) / size[0] ** 0.5
+        for name, size in sizes.items()
+    }
+    weights |= {
+        f"{name}_bias": jnp.zeros((*shape, size[1])) for name, size in sizes.items()
+    }
+    for index in (1, 2):
+        weights[f"scale_{index}"] = jnp.ones((*shape, width))
+        weights[f"shift_{index}"] = jnp.zeros((*shape, width))
+    return weights
+
+
+def time_steps(size: dict[str, int], count: int, repeats: int) -> list[float]:
+    """Train and return the seconds of each step after the first ones."""
+    mesh = jax.make_mesh((NUM_STAGES,), ("stage",))
+    split, whole = PartitionSpec("stage"), PartitionSpec()
+    pipeline = jax.shard_map(
+        partial(run_stage, size["heads"], repeats),
+        mesh=mesh,
+        in_specs=(split, whole),
+        out_specs=whole,
+    )
+
+    def loss(weights: Weights, inputs: Any, targets: Any) -> Any:
+        return ((pipeline(weights, inputs) - targets) ** 2).mean()
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(weights: Weights, inputs: Any, targets: Any) -> Weights:
+        grads = jax.grad(loss)(weights, inputs, targets)
+        return jax.tree.map(lambda w, g: w - RATE * g, weights, grads)
+
+    shape = (NUM_STAGES, repeats, size["layers"] // NUM_STAGES // repeats)
+    keys = jax.random.split(jax.random.key(0), 3)
+    weights = make_weights(keys[0], size["width"], shape)
+    weights = jax.device_put(weights, NamedSharding(mesh, split))
+    rows = (count, gpt.ROWS, size["length"], size["width"])
+    inputs, targets = (jax.random.normal(key, rows) for key in keys[1:])
+    seconds = []
+    for _ in range(WARM_UP + STEPS):
+        start = time.perf_counter()
+        weights = jax.block_until_ready(step(weights, inputs, targets))
+        seconds.append(time.perf_counter() - start)
+    return seconds[WARM_UP:]
+
+
+if __name__ == "__main__":
+    name, microbatches, repeats = sys.argv[1:]
+    print(json.dumps(time_steps(gpt.SIZES[name], int(microbatches), int(repeats))))
