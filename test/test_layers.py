@@ -19,7 +19,7 @@ LAYERS = (
     ("simulate", "runtime", "checkpoint"),
     ("planner", "launch"),
     ("cli",),
-    ("pipeline", "__init__", "__main__", "testing"),
+    ("pipeline", "spmd_pipeline", "__init__", "__main__", "testing"),
 )
 LAYER_OF = {name: i for i, names in enumerate(LAYERS) for name in names}
 PURE = {"mesh", "graph", "plan", "schedule", "timeline", "simulate", "planner"}
