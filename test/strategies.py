@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from torch_xla_pp.mesh import AxisRules, LocalMesh
 from torch_xla_pp.schedule import Action, Schedule, carriers_of
+from torch_xla_pp.timeline import Span, Timeline, Transfer
 
 AXES = ("data", "model", "expert")
 
@@ -146,3 +147,45 @@ def needs_of(
         if not whole[stage, mb]:
             needs[act(stage, "W", mb)] = {grad(stage, mb)}
     return needs
+
+
+@st.composite
+def timelines(draw: st.DrawFn) -> Timeline:
+    """Any timeline, also of steps that cannot be."""
+    num_ranks = draw(st.integers(1, 3))
+    ranks, indices = st.integers(0, num_ranks - 1), st.integers(0, 9)
+    seconds = st.floats(0, 1e6)
+
+    @st.composite
+    def spans(draw: st.DrawFn) -> Span:
+        start, waiting, end = sorted(draw(st.tuples(seconds, seconds, seconds)))
+        return Span(
+            rank=draw(ranks),
+            stage=draw(indices),
+            kind=draw(st.sampled_from("FBIW")),
+            microbatch=draw(indices),
+            start_s=start,
+            end_s=end,
+            waiting_s=waiting - start,
+            dispatch_s=draw(st.none() | seconds),
+        )
+
+    transfers = st.builds(
+        Transfer,
+        sender_stage=indices,
+        sender_rank=ranks,
+        receiver_stage=indices,
+        receiver_rank=ranks,
+        kind=st.sampled_from("FBS"),
+        microbatch=indices,
+        sent_s=seconds,
+        received_s=seconds,
+        num_bytes=indices,
+    )
+    peaks = st.lists(st.integers(0), min_size=num_ranks, max_size=num_ranks).map(tuple)
+    return Timeline(
+        num_ranks=num_ranks,
+        spans=tuple(draw(st.lists(spans(), max_size=5))),
+        transfers=tuple(draw(st.lists(transfers, max_size=5))),
+        peak_bytes=draw(st.just(()) | peaks),
+    )
