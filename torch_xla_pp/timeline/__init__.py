@@ -1,6 +1,23 @@
 """What every rank did in a step, and when: measured or predicted."""
 
+from torch_xla_pp.timeline.chrome import to_chrome
+from torch_xla_pp.timeline.gantt import to_picture
+from torch_xla_pp.timeline.live import peak_saved
+from torch_xla_pp.timeline.merge import merge
 from torch_xla_pp.timeline.span import Span, Transfer
+from torch_xla_pp.timeline.summary import EdgeSummary, RankSummary, Summary, summarize
 from torch_xla_pp.timeline.timeline import Timeline
 
-__all__ = ["Span", "Timeline", "Transfer"]
+__all__ = [
+    "EdgeSummary",
+    "RankSummary",
+    "Span",
+    "Summary",
+    "Timeline",
+    "Transfer",
+    "merge",
+    "peak_saved",
+    "summarize",
+    "to_chrome",
+    "to_picture",
+]
