@@ -1,0 +1,18 @@
+"""Predict the timeline of a step from its schedule and what its actions cost."""
+
+from torch_xla_pp.simulate.costs import Costs, Flow, chain_flows
+from torch_xla_pp.simulate.engine import simulate
+from torch_xla_pp.simulate.estimated import estimated_costs
+from torch_xla_pp.simulate.measured import measured_costs
+from torch_xla_pp.simulate.network import Link, Network
+
+__all__ = [
+    "Costs",
+    "Flow",
+    "Link",
+    "Network",
+    "chain_flows",
+    "estimated_costs",
+    "measured_costs",
+    "simulate",
+]

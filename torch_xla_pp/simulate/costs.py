@@ -1,0 +1,118 @@
+"""What the stages of a model take, send and keep."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch_xla_pp.schedule import Kind, chain_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flow:
+    """Describe values that a stage makes for each microbatch, and who uses them.
+
+    Args:
+        producer: The stage that makes them.
+        consumers: The stages that use them.
+        num_bytes: Their size.
+        has_gradient: Whether each consumer sends gradients of that size back.
+
+    Raises:
+        ValueError: The size is negative.
+    """
+
+    producer: int
+    consumers: tuple[int, ...]
+    num_bytes: int = 0
+    has_gradient: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_bytes < 0:
+            raise ValueError(
+                f"flow from stage {self.producer}: expected a size of at least 0 "
+                f"bytes, got {self.num_bytes}. Correct it."
+            )
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Return pairs of the producer and each consumer."""
+        return tuple((self.producer, consumer) for consumer in self.consumers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """Say what stages take, send and keep for one microbatch.
+
+    Args:
+        seconds: Stage and kind of action → what it takes, without waiting.
+        flows: What stages make for each other.
+        saved_bytes: Stage → bytes kept from its forward to its backward; empty if
+            that is unknown.
+
+    Raises:
+        ValueError: A time is negative.
+    """
+
+    seconds: Mapping[tuple[int, Kind], float]
+    flows: tuple[Flow, ...]
+    saved_bytes: Mapping[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        faulty = {f"{s}{k}": t for (s, k), t in self.seconds.items() if not t >= 0}
+        if faulty:
+            raise ValueError(
+                "costs: expected times of at least 0 s, got "
+                + ", ".join(f"{name}: {time}" for name, time in faulty.items())
+                + ". Correct them."
+            )
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Return each pair of a stage and one that uses its values, in order."""
+        return tuple(sorted({edge for flow in self.flows for edge in flow.edges}))
+
+    def scaled(self, factor: float) -> "Costs":
+        """Return the costs with all times multiplied, e.g. for another batch size."""
+        seconds = {key: time * factor for key, time in self.seconds.items()}
+        return replace(self, seconds=seconds)
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        *,
+        forward_s: float = 1.0,
+        input_s: float = 1.0,
+        weight_s: float = 1.0,
+        num_bytes: int = 0,
+        saved_bytes: int = 0,
+    ) -> "Costs":
+        """Return those of equal stages, of which each uses the one before.
+
+        Args:
+            num_stages: Number of stages.
+            forward_s: What F takes.
+            input_s: What I takes.
+            weight_s: What W takes; B takes as long as I and W.
+            num_bytes: Size of what a stage sends the next one.
+            saved_bytes: Size of what a stage keeps.
+        """
+        times: dict[Kind, float] = {
+            "F": forward_s,
+            "B": input_s + weight_s,
+            "I": input_s,
+            "W": weight_s,
+        }
+        stages = range(num_stages)
+        return cls(
+            seconds={(s, kind): time for s in stages for kind, time in times.items()},
+            flows=chain_flows(num_stages, num_bytes),
+            saved_bytes=dict.fromkeys(stages, saved_bytes) if saved_bytes else {},
+        )
+
+
+def chain_flows(num_stages: int, num_bytes: int = 0) -> tuple[Flow, ...]:
+    """Return the flows of stages of which each uses the one before."""
+    return tuple(
+        Flow(producer=producer, consumers=(consumer,), num_bytes=num_bytes)
+        for producer, consumer in chain_of(num_stages)
+    )

@@ -1,0 +1,255 @@
+"""Run a schedule without computing anything, and note the time.
+
+Every rank runs its actions in their order. An action begins when the rank is free; it
+waits for the messages that it needs, takes the time that it costs, and sends what
+others need. Sending takes the rank no time, and receives find their messages whenever
+they arrive; messages on one link follow each other in the order of sending.
+
+Law: all times are sums and maxima of costs, in an order that the schedule fixes, so
+that no step gets shorter when something takes longer.
+"""
+
+import gc
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+
+from torch_xla_pp.schedule import Kind, Schedule, verify
+from torch_xla_pp.simulate.costs import Costs
+from torch_xla_pp.simulate.network import Network
+from torch_xla_pp.simulate.routes import FORWARD, PHASES, Channel, Phase, Routes, hops
+from torch_xla_pp.timeline import Span, Timeline, Transfer, peak_saved
+
+
+def simulate(
+    schedule: Schedule, costs: Costs, network: Network | None = None
+) -> Timeline:
+    """Return the timeline of a step that starts at 0 on all ranks.
+
+    Args:
+        schedule: The actions of each rank. Actions that nobody waits for may be
+            missing, see `verify`.
+        costs: What they take, send and keep.
+        network: The links between ranks; None for messages that take no time.
+
+    Raises:
+        ScheduleError: The schedule cannot run to its end.
+        ValueError: A cost is missing, or an edge leads to a stage without actions.
+    """
+    placement = schedule.placement
+    _check(schedule, costs)
+    routes = Routes.of(costs.flows, placement, network or Network())
+    with _without_collector():
+        run = _Run(schedule, costs, routes)
+        if not run.is_complete or _is_spread(schedule):
+            _refuse(schedule, costs)
+        return run.timeline(costs.saved_bytes)
+
+
+@dataclass(eq=False, slots=True)
+class _Link:
+    """Know when a link can take the next message."""
+
+    free_s: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Mailbox:
+    """Hold the messages of a channel by microbatch, and who sleeps until one comes."""
+
+    channel: Channel
+    link: _Link
+    arrivals: dict[int, float] = field(default_factory=dict)
+    sleepers: dict[int, int] = field(default_factory=dict)
+
+    def post(self, microbatch: int, now_s: float) -> Transfer:
+        """Send a message."""
+        channel, link = self.channel, self.link
+        link.free_s = max(now_s, link.free_s) + channel.sending_s
+        arrival_s = link.free_s + channel.latency_s
+        self.arrivals[microbatch] = arrival_s
+        hop = channel.hop
+        return Transfer(
+            sender_stage=hop.sender,
+            sender_rank=channel.sender_rank,
+            receiver_stage=hop.receiver,
+            receiver_rank=channel.receiver_rank,
+            kind="F" if hop.phase == FORWARD else "B",
+            microbatch=microbatch,
+            sent_s=now_s,
+            received_s=arrival_s,
+            num_bytes=hop.num_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """Hold what all actions of one stage and kind have in common."""
+
+    seconds: float
+    phase: Phase
+    receives: tuple[_Mailbox, ...]
+    sends: tuple[_Mailbox, ...]
+    after: tuple[Phase, ...]
+
+
+class _Run:
+    """Run all ranks as far as they get."""
+
+    def __init__(self, schedule: Schedule, costs: Costs, routes: Routes) -> None:
+        self._spans: list[list[Span]] = [[] for _ in schedule.actions]
+        self._transfers: list[Transfer] = []
+        self._rows = schedule.actions
+        self._programs = _programs(costs, routes)
+        self._done: set[tuple[Phase, int]] = set()
+        self._awake = deque(range(len(self._rows)))
+        while self._awake:
+            self._run_rank(self._awake.popleft())
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether every action has run, and is there only once."""
+        return len(self._done) == sum(map(len, self._rows))
+
+    def timeline(self, saved_bytes: Mapping[int, int]) -> Timeline:
+        """Return all that has happened."""
+        peaks = [peak_saved(row, saved_bytes) for row in self._spans if saved_bytes]
+        return Timeline(
+            num_ranks=len(self._rows),
+            spans=tuple(chain.from_iterable(self._spans)),
+            transfers=tuple(self._transfers),
+            peak_bytes=tuple(peaks),
+        )
+
+    def _run_rank(self, rank: int) -> None:
+        """Run a rank until it waits for what nobody has sent yet, or to its end."""
+        row, spans = self._rows[rank], self._spans[rank]
+        free_s = spans[-1].end_s if spans else 0.0
+        for index in range(len(spans), len(row)):
+            action = row[index]
+            microbatch = action.microbatch
+            program = self._programs[action.stage, action.kind]
+            start_s = self._start_s(rank, program, microbatch, free_s)
+            if start_s is None:
+                return
+            end_s = start_s + program.seconds
+            spans.append(
+                Span(
+                    rank=rank,
+                    stage=action.stage,
+                    kind=action.kind,
+                    microbatch=microbatch,
+                    start_s=free_s,
+                    end_s=end_s,
+                    waiting_s=start_s - free_s,
+                )
+            )
+            self._finish(program, microbatch, end_s)
+            free_s = end_s
+
+    def _start_s(
+        self, rank: int, program: _Program, microbatch: int, free_s: float
+    ) -> float | None:
+        """Return when all is there that an action needs, None if something is not.
+
+        The rank is woken when it is sent. What is missing on the rank itself never
+        comes.
+        """
+        start_s = free_s
+        for mailbox in program.receives:
+            arrival_s = mailbox.arrivals.get(microbatch)
+            if arrival_s is None:
+                mailbox.sleepers[microbatch] = rank
+                return None
+            if arrival_s > start_s:
+                start_s = arrival_s
+        for phase in program.after:
+            if (phase, microbatch) not in self._done:
+                return None
+        return start_s
+
+    def _finish(self, program: _Program, microbatch: int, now_s: float) -> None:
+        self._done.add((program.phase, microbatch))
+        for mailbox in program.sends:
+            self._transfers.append(mailbox.post(microbatch, now_s))
+            if mailbox.sleepers:
+                sleeper = mailbox.sleepers.pop(microbatch, None)
+                if sleeper is not None:
+                    self._awake.append(sleeper)
+
+
+def _programs(costs: Costs, routes: Routes) -> dict[tuple[int, Kind], _Program]:
+    links: defaultdict[tuple[int, int], _Link] = defaultdict(_Link)
+    mailboxes = [
+        _Mailbox(channel, links[channel.sender_rank, channel.receiver_rank])
+        for channel in routes.channels
+    ]
+    programs = {}
+    for (stage, kind), seconds in costs.seconds.items():
+        phase = stage, PHASES[kind]
+        programs[stage, kind] = _Program(
+            seconds=seconds,
+            phase=phase,
+            receives=tuple(mailboxes[i] for i in routes.receives.get(phase, ())),
+            sends=tuple(mailboxes[i] for i in routes.sends.get(phase, ())),
+            after=tuple(routes.after.get(phase, ())),
+        )
+    return programs
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Hold back the garbage collector, which would visit all spans again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _is_spread(schedule: Schedule) -> bool:
+    """Return whether a stage has actions on several ranks."""
+    stages = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
+    return sum(map(len, stages)) > len(set().union(*stages))
+
+
+def _refuse(schedule: Schedule, costs: Costs) -> None:
+    """Say what is wrong with a schedule that does not come to its end."""
+    placement = schedule.placement
+    found = [hop for flow in costs.flows for hop in hops(flow, placement)]
+    passed = {(h.sender, h.receiver) for h in found if h.phase == FORWARD}
+    verify(schedule, costs.edges, carriers=passed - set(costs.edges))
+
+
+def _check(schedule: Schedule, costs: Costs) -> None:
+    """Refuse costs that do not fit the schedule."""
+    needed = {(a.stage, a.kind) for row in schedule.actions for a in row}
+    missing = sorted(f"{stage}{kind}" for stage, kind in needed - set(costs.seconds))
+    stages = {stage for stage, _ in needed}
+    idle = sorted({s for edge in costs.edges for s in edge} - stages)
+    if not missing and not idle:
+        return
+    faults = []
+    if missing:
+        known = ", ".join(sorted({kind for _, kind in costs.seconds})) or "none"
+        faults.append(
+            f"simulate: expected the time of every action, got none for "
+            f"{_some(missing)} (known are kinds {known}). Measure a schedule that has "
+            "such actions, or give their times."
+        )
+    if idle:
+        faults.append(
+            f"simulate: expected actions of all stages that flows lead to, got none of "
+            f"stages {_some(list(map(str, idle)))}. Give the flows of the schedule's "
+            "stages."
+        )
+    raise ValueError("\n".join(faults))
+
+
+def _some(names: Sequence[str]) -> str:
+    """Write names, the first ten of many."""
+    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")

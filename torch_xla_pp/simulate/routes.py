@@ -1,0 +1,130 @@
+"""Which messages an action waits for, and which it sends.
+
+Terms: a *hop* brings values or gradients from one stage to another. Hops between ranks
+are messages; those of one phase from a stage to another are one *channel*, which
+carries one message for each microbatch. What stays on a rank is there at once.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch_xla_pp.schedule import Kind
+from torch_xla_pp.simulate.costs import Flow
+from torch_xla_pp.simulate.network import Network
+
+FORWARD, BACKWARD, WEIGHT = range(3)
+PHASES: Mapping[Kind, int] = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": WEIGHT}
+
+Phase = tuple[int, int]  # stage, and what of PHASES it does
+
+
+class Hop(NamedTuple):
+    """Say what one stage gives another: values or gradients, by the phase."""
+
+    phase: int
+    sender: int
+    receiver: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Channel:
+    """Describe the messages that one stage sends another.
+
+    Args:
+        hop: Stages, phase and size.
+        sender_rank: Rank that sends.
+        receiver_rank: Rank that receives.
+        sending_s: How long a message keeps the link from the next one.
+        latency_s: How long it is on its way after that.
+    """
+
+    hop: Hop
+    sender_rank: int
+    receiver_rank: int
+    sending_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routes:
+    """Hold what the actions of each stage and phase need and send.
+
+    Args:
+        channels: All channels.
+        receives: Numbers of the channels that bring what they need.
+        sends: Numbers of the channels that they send on.
+        after: What has to come before them on their rank, for the same microbatch.
+    """
+
+    channels: tuple[Channel, ...]
+    receives: Mapping[Phase, list[int]]
+    sends: Mapping[Phase, list[int]]
+    after: Mapping[Phase, list[Phase]]
+
+    @classmethod
+    def of(
+        cls, flows: tuple[Flow, ...], placement: Mapping[int, int], network: Network
+    ) -> "Routes":
+        """Find the way of all values and gradients.
+
+        Args:
+            flows: What stages make for each other.
+            placement: Stage → rank.
+            network: The links between ranks.
+        """
+        receives: defaultdict[Phase, list[int]] = defaultdict(list)
+        sends: defaultdict[Phase, list[int]] = defaultdict(list)
+        after: defaultdict[Phase, list[Phase]] = defaultdict(list)
+        for stage in placement:
+            after[stage, BACKWARD].append((stage, FORWARD))
+            after[stage, WEIGHT].append((stage, BACKWARD))
+        channels: list[Channel] = []
+        for hop in _merged(hop for flow in flows for hop in hops(flow, placement)):
+            if placement[hop.sender] == placement[hop.receiver]:
+                after[hop.receiver, hop.phase].append((hop.sender, hop.phase))
+                continue
+            sends[hop.sender, hop.phase].append(len(channels))
+            receives[hop.receiver, hop.phase].append(len(channels))
+            channels.append(_channel(hop, placement, network))
+        return cls(
+            channels=tuple(channels), receives=receives, sends=sends, after=after
+        )
+
+
+def hops(flow: Flow, placement: Mapping[int, int]) -> Iterator[Hop]:
+    """Yield how values reach all their consumers, and how gradients come back.
+
+    Values go once to each other rank: to the lowest stage that uses them there, which
+    gives them to the others. Gradients come from each consumer by themselves.
+    """
+    first: dict[int, int] = {placement[flow.producer]: flow.producer}
+    for consumer in sorted(flow.consumers):
+        giver = first.setdefault(placement[consumer], consumer)
+        sender = flow.producer if giver == consumer else giver
+        yield Hop(FORWARD, sender, consumer, flow.num_bytes)
+        if flow.has_gradient:
+            yield Hop(BACKWARD, consumer, flow.producer, flow.num_bytes)
+
+
+def _merged(hops: Iterator[Hop]) -> Iterator[Hop]:
+    """Make one hop of all that have the same stages and phase."""
+    sizes: Counter[tuple[int, int, int]] = Counter()
+    for hop in hops:
+        sizes[hop[:3]] += hop.num_bytes
+    for (phase, sender, receiver), num_bytes in sorted(sizes.items()):
+        yield Hop(phase, sender, receiver, num_bytes)
+
+
+def _channel(hop: Hop, placement: Mapping[int, int], network: Network) -> Channel:
+    sender_rank, receiver_rank = placement[hop.sender], placement[hop.receiver]
+    link = network.link(sender_rank, receiver_rank)
+    return Channel(
+        hop=hop,
+        sender_rank=sender_rank,
+        receiver_rank=receiver_rank,
+        sending_s=hop.num_bytes / link.bytes_per_s,
+        latency_s=link.latency_s,
+    )
