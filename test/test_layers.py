@@ -18,7 +18,8 @@ LAYERS = (
     ("schedule", "compile"),
     ("simulate", "runtime", "checkpoint"),
     ("planner", "launch"),
-    ("pipeline", "__init__", "testing"),
+    ("cli",),
+    ("pipeline", "__init__", "__main__", "testing"),
 )
 LAYER_OF = {name: i for i, names in enumerate(LAYERS) for name in names}
 PURE = {"mesh", "graph", "plan", "schedule", "timeline", "simulate", "planner"}

@@ -7,24 +7,28 @@ backend "xla_pp".
 """
 
 # ruff: noqa: E402, I001  (defaults are set before torch_xla is loaded)
+import sys
+
 from torch_xla_pp.env import set_defaults
 
 set_defaults()
 
-from torch_xla_pp.errors import (
-    PipelineError,
-    PlanError,
-    ScheduleError,
-    StageShapeError,
-    TransportError,
-    TransportTimeout,
-)
-from torch_xla_pp.graph import pipeline_yield, shard
-from torch_xla_pp.launch import device, init_device_mesh
-from torch_xla_pp.mesh import AxisRules
-from torch_xla_pp.pipeline import Pipe, pipeline
-from torch_xla_pp.runtime import PipelineStage, ScheduleFromTable, clip_grad_norm_
-from torch_xla_pp.schedule import Action, Schedule
+# `python -m torch_xla_pp` only reads and writes files: without torch it starts at once.
+if sys.orig_argv[1:3] != ["-m", "torch_xla_pp"]:
+    from torch_xla_pp.errors import (
+        PipelineError,
+        PlanError,
+        ScheduleError,
+        StageShapeError,
+        TransportError,
+        TransportTimeout,
+    )
+    from torch_xla_pp.graph import pipeline_yield, shard
+    from torch_xla_pp.launch import device, init_device_mesh
+    from torch_xla_pp.mesh import AxisRules
+    from torch_xla_pp.pipeline import Pipe, pipeline
+    from torch_xla_pp.runtime import PipelineStage, ScheduleFromTable, clip_grad_norm_
+    from torch_xla_pp.schedule import Action, Schedule
 
 __all__ = [
     "Action",

@@ -1,0 +1,102 @@
+"""What the commands do."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch_xla_pp.cli.options import parser
+from torch_xla_pp.cli.sources import costs_of, edges_of, network_of, schedule_of
+from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.schedule import Schedule, verify
+from torch_xla_pp.simulate import Costs, simulate
+from torch_xla_pp.timeline import Timeline, merge, summarize, to_chrome, to_picture
+
+_FAULTS = (PipelineError, ValueError, OSError, ModuleNotFoundError)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: What follows `python -m torch_xla_pp`; None for the process's own.
+
+    Returns:
+        0, or 1 with a message on stderr if an input is at fault.
+
+    Raises:
+        SystemExit: An option is unknown, with code 2, or help is asked for.
+    """
+    parsed = parser().parse_args(arguments)
+    try:
+        _COMMANDS[parsed.command](parsed)
+    except _FAULTS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _show_schedule(parsed: Namespace) -> None:
+    schedule = schedule_of(parsed)
+    print(schedule)
+    if parsed.csv:
+        schedule.to_csv(parsed.csv)
+    if parsed.picture:
+        costs = Costs.uniform(schedule.num_stages)
+        to_picture(simulate(schedule, costs), parsed.picture)
+
+
+def _check_schedule(parsed: Namespace) -> None:
+    schedule = schedule_of(parsed)
+    verify(
+        schedule,
+        edges_of(parsed, schedule),
+        num_microbatches=parsed.microbatches,
+        max_live=parsed.max_live,
+        forward_only=parsed.forward_only,
+    )
+    print(f"can run: {_counts_text(schedule)}")
+
+
+def _simulate(parsed: Namespace) -> None:
+    schedule = schedule_of(parsed)
+    timeline = simulate(schedule, costs_of(parsed, schedule), network_of(parsed))
+    print(summarize(timeline))
+    if parsed.output:
+        timeline.to_json(parsed.output)
+    if parsed.trace:
+        to_chrome(timeline, parsed.trace)
+    if parsed.picture:
+        to_picture(timeline, parsed.picture)
+
+
+def _show_timeline(parsed: Namespace) -> None:
+    timeline = Timeline.from_json(Path(parsed.file))
+    print(summarize(timeline))
+    if parsed.picture:
+        to_picture(timeline, parsed.picture)
+
+
+def _merge_timelines(parsed: Namespace) -> None:
+    found = [Timeline.from_json(Path(file)) for file in parsed.files]
+    if parsed.parts:
+        to_chrome(merge(found), parsed.output)
+    else:
+        to_chrome(dict(zip(parsed.files, found, strict=True)), parsed.output)
+    print(f"wrote {parsed.output}: open it at https://ui.perfetto.dev")
+
+
+def _counts_text(schedule: Schedule) -> str:
+    return (
+        f"ranks {schedule.num_ranks}, stages {schedule.num_stages}, "
+        f"microbatches {schedule.num_microbatches}"
+    )
+
+
+_COMMANDS: dict[str, Callable[[Namespace], None]] = {
+    "schedule show": _show_schedule,
+    "schedule check": _check_schedule,
+    "simulate": _simulate,
+    "trace show": _show_timeline,
+    "trace merge": _merge_timelines,
+}

@@ -1,0 +1,180 @@
+"""The commands and their options."""
+
+import argparse
+import math
+from argparse import ArgumentParser
+from typing import Any
+
+from torch_xla_pp.cli.sources import NAMES
+
+_EXAMPLES = """\
+examples:
+  python -m torch_xla_pp schedule show 1f1b --ranks 4 --microbatches 8
+  python -m torch_xla_pp schedule show zbv --ranks 4 --microbatches 8 --png zbv.png
+  python -m torch_xla_pp schedule check mine.csv
+  python -m torch_xla_pp simulate zb1p --ranks 8 --microbatches 32 --forward 2.5
+  python -m torch_xla_pp simulate 1f1b --ranks 2 --microbatches 8 --profile step.json
+  python -m torch_xla_pp trace show step.json
+  python -m torch_xla_pp trace merge measured.json predicted.json --output trace.json
+
+exit codes: 0 if all is well, 1 if an input is at fault, 2 if an option is
+"""
+_SCHEDULE = f"""\
+SCHEDULE is a CSV file with one line a rank and actions such as 2F0, or one of the
+names {", ".join(NAMES)};
+names of torch's classes such as InterleavedZeroBubble are known, too.
+"""
+_TIMES = """
+Times are milliseconds: one for all stages, or one for each, such as 1,2,2,3. A whole
+backward takes as long as its two parts. Stages form a chain unless --edges are given.
+"""
+
+
+def parser() -> ArgumentParser:
+    """Return the parser; its result has the command's name as `command`."""
+    top = ArgumentParser(
+        prog="python -m torch_xla_pp",
+        description="Look at schedules, simulate steps, and merge recorded ones.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    groups = top.add_subparsers(required=True, metavar="COMMAND")
+    _add_schedule(groups)
+    _add_simulate(groups)
+    _add_trace(groups)
+    return top
+
+
+def _add_schedule(groups: Any) -> None:
+    commands = _group(groups, "schedule", "show or check the order of actions")
+    show = _command(commands, "show", "schedule show", "print a schedule", _SCHEDULE)
+    _add_source(show)
+    show.add_argument("--csv", metavar="FILE", help="write it as CSV")
+    _add_picture(show, "draw it, with actions that all take equally long")
+    check = _command(
+        commands, "check", "schedule check", "say whether a schedule can run", _SCHEDULE
+    )
+    _add_source(check)
+    check.add_argument(
+        "--max-live", type=_count, metavar="N", help="bound on saved microbatches"
+    )
+    check.add_argument(
+        "--forward-only", action="store_true", help="it has no backwards"
+    )
+
+
+def _add_simulate(groups: Any) -> None:
+    run = _command(
+        groups, "simulate", "simulate", "predict a step's time", _SCHEDULE + _TIMES
+    )
+    _add_source(run)
+    one = [1.0]
+    run.add_argument("--forward", type=_times, default=one, metavar="MS", help="F")
+    run.add_argument("--input", type=_times, default=one, metavar="MS", help="I")
+    run.add_argument("--weight", type=_times, default=one, metavar="MS", help="W")
+    run.add_argument(
+        "--profile",
+        nargs="+",
+        metavar="FILE",
+        help="take times and sizes from recorded timelines",
+    )
+    run.add_argument(
+        "--latency",
+        type=float,
+        default=0.0,
+        metavar="US",
+        help="of each message, in us",
+    )
+    run.add_argument(
+        "--bandwidth", type=float, default=math.inf, metavar="GBPS", help="in GB/s"
+    )
+    run.add_argument(
+        "--bytes", type=int, default=0, metavar="N", help="size of each message"
+    )
+    run.add_argument("--output", metavar="FILE", help="write the timeline as JSON")
+    run.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto")
+    _add_picture(run, "draw the timeline")
+
+
+def _add_trace(groups: Any) -> None:
+    commands = _group(groups, "trace", "show or merge recorded timelines")
+    show = _command(commands, "show", "trace show", "print the figures of a timeline")
+    show.add_argument("file", help="a timeline as JSON")
+    _add_picture(show, "draw it")
+    merge = _command(
+        commands, "merge", "trace merge", "make one trace for Perfetto of timelines"
+    )
+    merge.add_argument("files", nargs="+", help="timelines as JSON")
+    merge.add_argument("--output", required=True, metavar="FILE", help="the trace")
+    merge.add_argument(
+        "--parts",
+        action="store_true",
+        help="they are parts of one step, not steps to be compared",
+    )
+
+
+def _group(groups: Any, name: str, text: str) -> Any:
+    group = groups.add_parser(name, help=text, description=text)
+    return group.add_subparsers(required=True, metavar="COMMAND")
+
+
+def _command(
+    commands: Any, name: str, command: str, text: str, epilog: str = ""
+) -> ArgumentParser:
+    found: ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        description=text,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    found.set_defaults(command=command)
+    return found
+
+
+def _add_source(command: ArgumentParser) -> None:
+    command.add_argument("schedule", metavar="SCHEDULE", help="name or CSV file")
+    command.add_argument("--ranks", type=_count, metavar="N", help="number of ranks")
+    command.add_argument(
+        "--microbatches", type=_count, metavar="N", help="number of microbatches"
+    )
+    command.add_argument(
+        "--stages-per-rank", type=_count, metavar="N", help="of an interleaved schedule"
+    )
+    command.add_argument(
+        "--edges",
+        type=_edges,
+        metavar="P-C,...",
+        help="pairs of a stage and one that uses its values, such as 0-1,1-2,0-2",
+    )
+
+
+def _add_picture(command: ArgumentParser, text: str) -> None:
+    command.add_argument(
+        "--png", "--svg", dest="picture", metavar="FILE", help=f"{text} (matplotlib)"
+    )
+
+
+def _count(text: str) -> int:
+    count = int(text) if text.isdigit() else 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"expected a count from 1, got {text!r}")
+    return count
+
+
+def _times(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected milliseconds such as 1.5 or 1,2,3, got {text!r}"
+        ) from None
+
+
+def _edges(text: str) -> tuple[tuple[int, int], ...]:
+    pairs = [part.split("-") for part in text.split(",")]
+    if not all(len(pair) == 2 and all(map(str.isdigit, pair)) for pair in pairs):
+        raise argparse.ArgumentTypeError(
+            f"expected pairs of stages such as 0-1,1-2, got {text!r}"
+        )
+    return tuple((int(producer), int(consumer)) for producer, consumer in pairs)
