@@ -21,6 +21,7 @@ from torch_xla_pp.simulate import (
     Link,
     Network,
     measured_costs,
+    measured_network,
 )
 from torch_xla_pp.timeline import Timeline
 
@@ -85,7 +86,7 @@ def costs_of(arguments: Namespace, schedule: Schedule) -> Costs:
         ValueError: They do not fit the schedule's stages.
     """
     if arguments.profile:
-        return measured_costs([Timeline.from_json(Path(p)) for p in arguments.profile])
+        return measured_costs(_profiles(arguments))
     stages = range(schedule.num_stages)
     seconds: dict[tuple[int, Kind], float] = {}
     for stage, forward_s, input_s, weight_s in zip(
@@ -117,10 +118,16 @@ def edges_of(arguments: Namespace, schedule: Schedule) -> tuple[tuple[int, int],
 
 
 def network_of(arguments: Namespace) -> Network:
-    """Return equal links with the latency and bandwidth that options state."""
+    """Return equal links as options state, or those measured in files."""
+    if arguments.profile:
+        return measured_network(_profiles(arguments))
     bytes_per_s = arguments.bandwidth * 1e9
     link = Link(latency_s=arguments.latency * 1e-6, bytes_per_s=bytes_per_s)
     return Network(default=link)
+
+
+def _profiles(arguments: Namespace) -> list[Timeline]:
+    return [Timeline.from_json(Path(file)) for file in arguments.profile]
 
 
 def _for_each_stage(

@@ -3,7 +3,7 @@
 from torch_xla_pp.simulate.costs import Costs, Flow, chain_flows
 from torch_xla_pp.simulate.engine import simulate
 from torch_xla_pp.simulate.estimated import estimated_costs
-from torch_xla_pp.simulate.measured import measured_costs
+from torch_xla_pp.simulate.measured import measured_costs, measured_network
 from torch_xla_pp.simulate.network import Link, Network
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "chain_flows",
     "estimated_costs",
     "measured_costs",
+    "measured_network",
     "simulate",
 ]

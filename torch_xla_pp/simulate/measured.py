@@ -2,11 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import cast
 
 from torch_xla_pp.schedule import Kind
 from torch_xla_pp.simulate.costs import Costs, Flow, chain_flows
+from torch_xla_pp.simulate.network import Link, Network
 from torch_xla_pp.timeline import Span, Timeline
 
 
@@ -63,4 +64,25 @@ def _flows_in(timelines: Sequence[Timeline], num_stages: int) -> tuple[Flow, ...
     return tuple(
         Flow(producer=p, consumers=(c,), num_bytes=round(fmean(found)))
         for (p, c), found in sorted(sizes.items())
+    )
+
+
+def measured_network(timelines: Sequence[Timeline]) -> Network:
+    """Return links on which each message takes what they took at the median.
+
+    It holds for messages of the sizes that were recorded. A pair of ranks that sent
+    nothing has the median of all.
+
+    Args:
+        timelines: Steps on the same ranks.
+    """
+    times: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for timeline in timelines:
+        for transfer in timeline.transfers:
+            took_s = max(0.0, transfer.received_s - transfer.sent_s)
+            times[transfer.sender_rank, transfer.receiver_rank].append(took_s)
+    everything = [took_s for found in times.values() for took_s in found]
+    return Network(
+        default=Link(latency_s=median(everything or [0.0])),
+        links={ranks: Link(latency_s=median(found)) for ranks, found in times.items()},
     )
