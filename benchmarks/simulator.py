@@ -1,7 +1,8 @@
 """How long simulating a step takes: `python benchmarks/simulator.py`.
 
-Prints the processor time of building 1F1B for 64 stages and 1,024 microbatches, 131,072 actions,
-and that of simulating it, the median of some runs. The latter should be below 2 s.
+Prints the time of building 1F1B for 64 stages and 1,024 microbatches, which are 131,072
+actions, and that of simulating it, the median of some runs. The latter should be below
+2 s. Times are those of the processor, since it is one thread that never waits.
 """
 
 import statistics

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from torchrun import ROOT, torchrun
 
+from torch_xla_pp.cli import main
+
 pytestmark = pytest.mark.worlds
 
 
@@ -44,6 +46,20 @@ def test_the_page_on_shardings_runs(tmp_path: Path) -> None:
     printed = torchrun(script, ranks=2, devices=4)
     (shown,) = re.findall(r"```text\n(.*?)```", page.read_text(), re.DOTALL)
     assert all(line in printed for line in shown.splitlines())
+
+
+def test_the_page_on_simulated_steps_runs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = ROOT / "docs" / "simulate-a-step.md"
+    exec(python_blocks(page), {})
+    printed = capsys.readouterr().out
+    (shown,) = re.findall(r"```text\n(.*?)```", page.read_text(), re.DOTALL)
+    assert shown in printed
+    (bash,) = re.findall(r"```shell\n(.*?)```", page.read_text(), re.DOTALL)
+    simulate = bash.splitlines()[-1].split()[3:]
+    assert main(simulate) == 0
+    assert re.search(r"16 microbatches: \d+\.\d ms", printed)
 
 
 def test_links_in_the_pages_lead_somewhere() -> None:
