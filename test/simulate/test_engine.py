@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from strategies import StageDag, legal_tables, needs_of, stage_dags
 
 from torch_xla_pp.errors import ScheduleError
-from torch_xla_pp.schedule import Action, Schedule, gpipe, one_f_one_b
+from torch_xla_pp.schedule import Action, Schedule
 from torch_xla_pp.simulate import Costs, Flow, Link, Network, simulate
 from torch_xla_pp.timeline import Timeline
 
@@ -171,10 +171,3 @@ def test_costs_that_do_not_fit_are_refused() -> None:
         Flow(producer=0, consumers=(1,), num_bytes=-1)
     with pytest.raises(ValueError, match="link: expected a latency of at least 0"):
         Link(bytes_per_s=0)
-
-
-def test_scaled_costs_scale_the_step() -> None:
-    costs = Costs.uniform(3)
-    for schedule in (gpipe(3, 4), one_f_one_b(3, 4)):
-        step_s = simulate(schedule, costs).step_s
-        assert simulate(schedule, costs.scaled(2.0)).step_s == 2 * step_s

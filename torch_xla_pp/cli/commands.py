@@ -38,12 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _show_schedule(parsed: Namespace) -> None:
     schedule = schedule_of(parsed)
-    print(schedule)
     if parsed.csv:
         schedule.to_csv(parsed.csv)
     if parsed.picture:
-        costs = Costs.uniform(schedule.num_stages)
+        costs = Costs.uniform(
+            schedule.num_stages, forward_s=1e-3, input_s=1e-3, weight_s=1e-3
+        )
         to_picture(simulate(schedule, costs), parsed.picture)
+    print(schedule)
 
 
 def _check_schedule(parsed: Namespace) -> None:
@@ -61,20 +63,20 @@ def _check_schedule(parsed: Namespace) -> None:
 def _simulate(parsed: Namespace) -> None:
     schedule = schedule_of(parsed)
     timeline = simulate(schedule, costs_of(parsed, schedule), network_of(parsed))
-    print(summarize(timeline))
     if parsed.output:
         timeline.to_json(parsed.output)
     if parsed.trace:
         to_chrome(timeline, parsed.trace)
     if parsed.picture:
         to_picture(timeline, parsed.picture)
+    print(summarize(timeline))
 
 
 def _show_timeline(parsed: Namespace) -> None:
     timeline = Timeline.from_json(Path(parsed.file))
-    print(summarize(timeline))
     if parsed.picture:
         to_picture(timeline, parsed.picture)
+    print(summarize(timeline))
 
 
 def _merge_timelines(parsed: Namespace) -> None:

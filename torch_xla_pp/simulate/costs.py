@@ -1,7 +1,7 @@
 """What the stages of a model take, send and keep."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch_xla_pp.schedule import Kind, chain_of
 
@@ -69,11 +69,6 @@ class Costs:
     def edges(self) -> tuple[tuple[int, int], ...]:
         """Return each pair of a stage and one that uses its values, in order."""
         return tuple(sorted({edge for flow in self.flows for edge in flow.edges}))
-
-    def scaled(self, factor: float) -> "Costs":
-        """Return the costs with all times multiplied, e.g. for another batch size."""
-        seconds = {key: time * factor for key, time in self.seconds.items()}
-        return replace(self, seconds=seconds)
 
     @classmethod
     def uniform(

@@ -10,16 +10,16 @@ that no step gets shorter when something takes longer.
 """
 
 import gc
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import chain
 
-from torch_xla_pp.schedule import Kind, Schedule, verify
+from torch_xla_pp.schedule import Schedule, verify
 from torch_xla_pp.simulate.costs import Costs
 from torch_xla_pp.simulate.network import Network
-from torch_xla_pp.simulate.routes import FORWARD, PHASES, Channel, Phase, Routes, hops
+from torch_xla_pp.simulate.programs import Program, programs_of
+from torch_xla_pp.simulate.routes import FORWARD, Phase, Routes, hops
 from torch_xla_pp.timeline import Span, Timeline, Transfer, peak_saved
 
 
@@ -48,53 +48,6 @@ def simulate(
         return run.timeline(costs.saved_bytes)
 
 
-@dataclass(eq=False, slots=True)
-class _Link:
-    """Know when a link can take the next message."""
-
-    free_s: float = 0.0
-
-
-@dataclass(eq=False, slots=True)
-class _Mailbox:
-    """Hold the messages of a channel by microbatch, and who sleeps until one comes."""
-
-    channel: Channel
-    link: _Link
-    arrivals: dict[int, float] = field(default_factory=dict)
-    sleepers: dict[int, int] = field(default_factory=dict)
-
-    def post(self, microbatch: int, now_s: float) -> Transfer:
-        """Send a message."""
-        channel, link = self.channel, self.link
-        link.free_s = max(now_s, link.free_s) + channel.sending_s
-        arrival_s = link.free_s + channel.latency_s
-        self.arrivals[microbatch] = arrival_s
-        hop = channel.hop
-        return Transfer(
-            sender_stage=hop.sender,
-            sender_rank=channel.sender_rank,
-            receiver_stage=hop.receiver,
-            receiver_rank=channel.receiver_rank,
-            kind="F" if hop.phase == FORWARD else "B",
-            microbatch=microbatch,
-            sent_s=now_s,
-            received_s=arrival_s,
-            num_bytes=hop.num_bytes,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Program:
-    """Hold what all actions of one stage and kind have in common."""
-
-    seconds: float
-    phase: Phase
-    receives: tuple[_Mailbox, ...]
-    sends: tuple[_Mailbox, ...]
-    after: tuple[Phase, ...]
-
-
 class _Run:
     """Run all ranks as far as they get."""
 
@@ -102,7 +55,7 @@ class _Run:
         self._spans: list[list[Span]] = [[] for _ in schedule.actions]
         self._transfers: list[Transfer] = []
         self._rows = schedule.actions
-        self._programs = _programs(costs, routes)
+        self._programs = programs_of(costs, routes)
         self._done: set[tuple[Phase, int]] = set()
         self._awake = deque(range(len(self._rows)))
         while self._awake:
@@ -150,7 +103,7 @@ class _Run:
             free_s = end_s
 
     def _start_s(
-        self, rank: int, program: _Program, microbatch: int, free_s: float
+        self, rank: int, program: Program, microbatch: int, free_s: float
     ) -> float | None:
         """Return when all is there that an action needs, None if something is not.
 
@@ -170,7 +123,7 @@ class _Run:
                 return None
         return start_s
 
-    def _finish(self, program: _Program, microbatch: int, now_s: float) -> None:
+    def _finish(self, program: Program, microbatch: int, now_s: float) -> None:
         self._done.add((program.phase, microbatch))
         for mailbox in program.sends:
             self._transfers.append(mailbox.post(microbatch, now_s))
@@ -178,25 +131,6 @@ class _Run:
                 sleeper = mailbox.sleepers.pop(microbatch, None)
                 if sleeper is not None:
                     self._awake.append(sleeper)
-
-
-def _programs(costs: Costs, routes: Routes) -> dict[tuple[int, Kind], _Program]:
-    links: defaultdict[tuple[int, int], _Link] = defaultdict(_Link)
-    mailboxes = [
-        _Mailbox(channel, links[channel.sender_rank, channel.receiver_rank])
-        for channel in routes.channels
-    ]
-    programs = {}
-    for (stage, kind), seconds in costs.seconds.items():
-        phase = stage, PHASES[kind]
-        programs[stage, kind] = _Program(
-            seconds=seconds,
-            phase=phase,
-            receives=tuple(mailboxes[i] for i in routes.receives.get(phase, ())),
-            sends=tuple(mailboxes[i] for i in routes.sends.get(phase, ())),
-            after=tuple(routes.after.get(phase, ())),
-        )
-    return programs
 
 
 @contextmanager

@@ -1,0 +1,76 @@
+"""What actions of one kind have in common in a simulation: costs and mailboxes."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from torch_xla_pp.schedule import Kind
+from torch_xla_pp.simulate.costs import Costs
+from torch_xla_pp.simulate.routes import FORWARD, PHASES, Channel, Phase, Routes
+from torch_xla_pp.timeline import Transfer
+
+
+@dataclass(eq=False, slots=True)
+class LinkClock:
+    """Know when a link can take the next message."""
+
+    free_s: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class Mailbox:
+    """Hold the messages of a channel by microbatch, and who sleeps until one comes."""
+
+    channel: Channel
+    link: LinkClock
+    arrivals: dict[int, float] = field(default_factory=dict)
+    sleepers: dict[int, int] = field(default_factory=dict)
+
+    def post(self, microbatch: int, now_s: float) -> Transfer:
+        """Send a message."""
+        channel, link = self.channel, self.link
+        link.free_s = max(now_s, link.free_s) + channel.sending_s
+        arrival_s = link.free_s + channel.latency_s
+        self.arrivals[microbatch] = arrival_s
+        hop = channel.hop
+        return Transfer(
+            sender_stage=hop.sender,
+            sender_rank=channel.sender_rank,
+            receiver_stage=hop.receiver,
+            receiver_rank=channel.receiver_rank,
+            kind="F" if hop.phase == FORWARD else "B",
+            microbatch=microbatch,
+            sent_s=now_s,
+            received_s=arrival_s,
+            num_bytes=hop.num_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Hold what all actions of one stage and kind have in common."""
+
+    seconds: float
+    phase: Phase
+    receives: tuple[Mailbox, ...]
+    sends: tuple[Mailbox, ...]
+    after: tuple[Phase, ...]
+
+
+def programs_of(costs: Costs, routes: Routes) -> dict[tuple[int, Kind], Program]:
+    """Return what actions of each stage and kind have in common."""
+    links: defaultdict[tuple[int, int], LinkClock] = defaultdict(LinkClock)
+    mailboxes = [
+        Mailbox(channel, links[channel.sender_rank, channel.receiver_rank])
+        for channel in routes.channels
+    ]
+    programs = {}
+    for (stage, kind), seconds in costs.seconds.items():
+        phase = stage, PHASES[kind]
+        programs[stage, kind] = Program(
+            seconds=seconds,
+            phase=phase,
+            receives=tuple(mailboxes[i] for i in routes.receives.get(phase, ())),
+            sends=tuple(mailboxes[i] for i in routes.sends.get(phase, ())),
+            after=tuple(routes.after.get(phase, ())),
+        )
+    return programs
