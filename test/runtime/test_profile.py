@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch_xla.debug.metrics as metrics
 from joining import join
 from runtime.training import COUNTERS, Job, batch, run_step, start
@@ -60,6 +61,8 @@ def profiled(job: Job) -> tuple[Timeline, Timeline, str, list[str]]:
     if engine is not None:
         engine.delay(0)
     run_step(job, schedule, stages, x, y)
+    # What is held back, be it for no time, may be overtaken by a peer that leaves.
+    dist.barrier()
     if recording.stop():
         faults.append("noted while nobody listens")
     table = order_of(schedule).to_csv()  # type: ignore[union-attr]
@@ -131,12 +134,18 @@ def test_every_action_is_recorded_once_in_order(
 
 
 def check_waiting(timeline: Timeline) -> None:
-    """The first forward of rank 1 has nothing to do until its message is there."""
-    (transfer,) = (t for t in timeline.transfers if str(t) == "0->1 F0")
-    (span,) = spans(timeline, 1, "F", 0)
-    assert transfer.received_s - transfer.sent_s >= DELAY_S
-    assert span.end_s - span.busy_s - span.start_s == pytest.approx(span.waiting_s)
-    assert DELAY_S / 2 < span.waiting_s <= span.duration_s
+    """Messages are late, and ranks wait for them: nobody waits for one that is there.
+
+    How long depends on when the receiver comes to it.
+    """
+    for transfer in timeline.transfers:
+        assert transfer.received_s - transfer.sent_s >= DELAY_S - TOLERANCE_S
+    assert sum(span.waiting_s for span in timeline.spans) > DELAY_S
+    for transfer in timeline.transfers:
+        if transfer.kind == "F":
+            (span,) = spans(timeline, transfer.receiver_stage, "F", transfer.microbatch)
+            late_s = max(0.0, transfer.received_s - span.start_s)
+            assert span.waiting_s <= late_s + TOLERANCE_S
 
 
 def misused(job: Job, folder: Path) -> list[str]:

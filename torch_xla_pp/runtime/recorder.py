@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.profiler import record_function
@@ -149,9 +150,12 @@ def recorded(
     return recorder.noting(action, is_rest)
 
 
-@contextlib.contextmanager
-def shown_as(name: str) -> Iterator[None]:
+def shown_as(name: str) -> contextlib.AbstractContextManager[Any]:
     """Give the block a name in torch's and XLA's profilers, where they are on."""
-    torchs = record_function(name) if is_profiling() else contextlib.nullcontext()
-    with xla_compat.traced(name), torchs:
-        yield
+    xlas = xla_compat.traced(name)
+    if not is_profiling():
+        return xlas
+    both = contextlib.ExitStack()
+    both.enter_context(xlas)
+    both.enter_context(record_function(name))
+    return both
