@@ -20,8 +20,10 @@ from torch_xla_pp.graph import (
     check_split_spec,
     describe,
     finish,
+    on_meta,
     parameter_names,
     prepare,
+    record_resets,
     sharding_outputs,
     tie_parameters,
     untied,
@@ -197,7 +199,7 @@ def pipeline(
     As `torch.distributed.pipelining.pipeline`, whose tracer does the work.
 
     Args:
-        module: The model, on the host or on meta.
+        module: The model, on the host, on meta, or built under `deferred_init`.
         mb_args: Example of one microbatch's positional arguments.
         mb_kwargs: Example of its keyword arguments.
         split_spec: Name of a submodule → where to split at it.
@@ -222,6 +224,7 @@ def pipeline(
         )
     activations = dict(activations or {})
     _check_activations(module, activations)
+    record_resets(module)
     names = parameter_names(module)
     prepared: list[Prepared] = []
 
@@ -232,9 +235,14 @@ def pipeline(
 
     with (
         marking_checkpoints(),
+        on_meta(module) as is_meta,
         untied(module, names),
         sharding_outputs(module, activations),
     ):
+        if is_meta:
+            mb_args, mb_kwargs = pytree.tree_map_only(
+                torch.Tensor, lambda x: x.to("meta"), (mb_args, mb_kwargs)
+            )
         split = trace_and_split(module, mb_args, mb_kwargs, split_spec or {}, policy)
     return Pipe(split, prepared[-1], names, activations)
 
