@@ -17,10 +17,11 @@ from torch.utils import _pytree as pytree
 from torch_xla_pp.compile import Remat, marking_checkpoints
 from torch_xla_pp.graph import (
     Prepared,
+    as_on_host,
+    back_to_meta,
     check_split_spec,
     describe,
     finish,
-    on_meta,
     parameter_names,
     prepare,
     record_resets,
@@ -235,15 +236,13 @@ def pipeline(
 
     with (
         marking_checkpoints(),
-        on_meta(module) as is_meta,
+        as_on_host(module) as faked,
         untied(module, names),
         sharding_outputs(module, activations),
     ):
-        if is_meta:
-            mb_args, mb_kwargs = pytree.tree_map_only(
-                torch.Tensor, lambda x: x.to("meta"), (mb_args, mb_kwargs)
-            )
+        mb_args, mb_kwargs = faked((mb_args, mb_kwargs))
         split = trace_and_split(module, mb_args, mb_kwargs, split_spec or {}, policy)
+    back_to_meta(split.split_gm)
     return Pipe(split, prepared[-1], names, activations)
 
 

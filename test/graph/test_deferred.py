@@ -66,7 +66,10 @@ class Layer(nn.Module):
         nn.init.trunc_normal_(self.linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.linear(x)) * self.scale + self.angles.sin() + self.data
+        # There is no autocast for meta.
+        with torch.autocast(x.device.type, enabled=False):
+            x = self.norm(self.linear(x)) * self.scale
+        return x + self.angles.sin() + self.data * torch.tensor([2.0])
 
 
 class Model(nn.Module):
@@ -211,9 +214,11 @@ def test_a_traced_model_stays_on_meta_and_its_stages_keep_their_values() -> None
     whole = state(xpp.materialize(model))
     for index in range(3):
         stage = pipes[0].get_stage_module(index)
-        assert all(value.is_meta for value in state(stage).values())
-        for name, value in state(xpp.materialize(stage)).items():
-            assert torch.equal(value, whole[name]), name
+        # What `forward` makes from data is a constant of the trace.
+        held = {n: v for n, v in state(stage).items() if ".lifted_" not in n}
+        assert all(value.is_meta for value in held.values())
+        made = state(xpp.materialize(stage))
+        assert all(torch.equal(made[name], whole[name]) for name in held)
     (result,) = pipes[0](x)
     torch.testing.assert_close(result, model(x))
 

@@ -9,12 +9,12 @@ from torch_xla_pp.graph.constraints import (
     sharding_outputs,
 )
 from torch_xla_pp.graph.deferred import deferred_init
+from torch_xla_pp.graph.fake import as_on_host, back_to_meta
 from torch_xla_pp.graph.finish import describe, finish
 from torch_xla_pp.graph.marks import pipeline_yield
 from torch_xla_pp.graph.materialize import (
     lacking,
     materialize,
-    on_meta,
     record_resets,
     unwritten,
 )
@@ -47,14 +47,15 @@ __all__ = [
     "StageGraph",
     "StageValue",
     "Template",
+    "as_on_host",
     "axes_of",
+    "back_to_meta",
     "check_split_spec",
     "deferred_init",
     "describe",
     "finish",
     "lacking",
     "materialize",
-    "on_meta",
     "parameter_names",
     "pipeline_yield",
     "prepare",

@@ -1,13 +1,12 @@
 """Give modules on meta their values, or say which have none."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from torch_xla_pp.errors import PipelineError
-from torch_xla_pp.graph.deferred import constant, deferred_init
+from torch_xla_pp.graph.deferred import deferred_init
 from torch_xla_pp.graph.naming import is_deferred, name_values, named_values
 from torch_xla_pp.graph.record import record_of, value_of
 
@@ -38,7 +37,7 @@ def materialize(module: nn.Module) -> nn.Module:
     missing = unwritten(module)
     if missing:
         raise PipelineError(f"materialize: {lacking(missing)}.")
-    _replace(module, _made)
+    replace_tensors(module, _made)
     return module
 
 
@@ -78,23 +77,7 @@ def lacking(names: list[str]) -> str:
     )
 
 
-@contextlib.contextmanager
-def on_meta(module: nn.Module) -> Iterator[bool]:
-    """Put all of a module on meta, if a part of it is, for tracing.
-
-    Yields:
-        Whether a part of it is.
-    """
-    is_meta = any(value.is_meta for _, value in named_values(module))
-    undo = _replace(module, _constant) if is_meta else []
-    try:
-        yield is_meta
-    finally:
-        for slots, key, value in undo:
-            slots[key] = value
-
-
-def _replace(
+def replace_tensors(
     module: nn.Module, replaced: Callable[[Tensor], Tensor]
 ) -> list[tuple[Any, str, Tensor]]:
     """Replace tensors by others, each one once.
@@ -121,18 +104,12 @@ def _as(value: Tensor, data: Tensor) -> Tensor:
     """Return `data` as a parameter if `value` is one."""
     if data is value or not isinstance(value, nn.Parameter):
         return data
-    parameter = nn.Parameter(data, requires_grad=value.requires_grad)
-    vars(parameter).update(vars(value))
-    return parameter
+    return nn.Parameter(data, requires_grad=value.requires_grad)
 
 
 def _made(value: Tensor) -> Tensor:
     made = value_of(value) if value.is_meta else None
     return value if made is None else made
-
-
-def _constant(value: Tensor) -> Tensor:
-    return value if value.is_meta else constant(value)
 
 
 def _has_value(value: Tensor) -> bool:
