@@ -258,6 +258,16 @@ def test_what_cannot_be_recorded_is_refused() -> None:
         value.masked_scatter_(value > 0, torch.from_numpy(np.ones(3, np.int8)))
 
 
+def test_what_has_a_value_is_changed_at_once() -> None:
+    table, source = torch.zeros(3), torch.ones(3)
+    with xpp.deferred_init():
+        assert table.add_(torch.arange(3)) is table
+        module = nn.Linear(3, 1)
+        module.weight.data.copy_(source)
+    assert table.tolist() == [0, 1, 2]
+    assert torch.equal(xpp.materialize(module).weight[0], source)
+
+
 def test_random_values_of_nothing_are_refused() -> None:
     with (
         pytest.raises(xpp.PipelineError, match="a random value that a module holds"),

@@ -110,13 +110,15 @@ class _Recorder(TorchDispatchMode):
             # What `torch.tensor` has read.
             is_new = function is _aten.lift_fresh.default
             return constant(result) if is_new else result
+        written = _written(function, args, kwargs)
+        if not all(x.is_meta for x in written):
+            return _compute(function, args, kwargs, "it writes to what has a value")
         recorded = pytree.tree_map_only(Tensor, _stand_in, (args, kwargs))
         try:
             result = _on_meta(function, args, kwargs)
         except (NotImplementedError, RuntimeError) as error:
             return _compute(function, args, kwargs, error)
         if function.overloadpacket not in _UNWRITTEN:
-            written = _written(function, args, kwargs)
             _record(function, recorded, written, pytree.tree_leaves(result))
         return result
 
@@ -200,20 +202,24 @@ def _record(
 
 
 def _compute(
-    function: OpOverload, args: Any, kwargs: dict[str, Any], error: Exception
+    function: OpOverload, args: Any, kwargs: dict[str, Any], reason: Exception | str
 ) -> Any:
-    """Call a function that needs values or knows no meta tensors, at once."""
+    """Call a function that needs or changes values, or knows no meta, at once."""
     is_random = torch.Tag.nondeterministic_seeded in function.tags
-    if is_random or any(x.is_meta for x in _written(function, args, kwargs)):
+    written = _written(function, args, kwargs)
+    if is_random or any(x.is_meta for x in written):
         raise PipelineError(
             f"deferred_init: expected operations that can be recorded, got {function}: "
-            f"{error}. Write it another way, or call it before deferred_init."
-        ) from error
+            f"{reason}. Write it another way, or call it before deferred_init."
+        )
     args, kwargs = pytree.tree_map_only(Tensor, _current, (args, kwargs))
     if takes_device(function):
         kwargs = kwargs | {"device": torch.device("cpu")}
     result = function(*args, **kwargs)
-    return pytree.tree_map_only(Tensor, constant, result)
+    own = {id(value) for value in written}
+    return pytree.tree_map_only(
+        Tensor, lambda x: x if id(x) in own else constant(x), result
+    )
 
 
 def _current(tensor: Tensor) -> Tensor:
