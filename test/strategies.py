@@ -190,3 +190,9 @@ def timelines(draw: st.DrawFn) -> Timeline:
         transfers=tuple(draw(st.lists(transfers, max_size=5))),
         peak_bytes=draw(st.just(()) | peaks),
     )
+
+
+def tensor_programs(names: list[str]) -> st.SearchStrategy[list[tuple[str, int, int]]]:
+    """Steps by name, each with two operands out of the results so far."""
+    operand = st.integers(0, 5)
+    return st.lists(st.tuples(st.sampled_from(names), operand, operand), max_size=8)

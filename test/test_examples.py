@@ -19,3 +19,21 @@ def test_train_gpt_learns_and_ends_with_its_loss() -> None:
     # Untrained, the loss is that of 100 equally likely characters: 4.6.
     assert float(last.split()[-1]) < 4.2
     assert "sample: " in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "held"),
+    [
+        ("llama_tp", r"a device holds \d+ of \d+ KiB of weights"),
+        ("fsdp_deferred", r"a device holds 132 of 519 KiB of weights"),
+        ("moe_experts", r"a device holds 2 of 4 experts of a layer"),
+    ],
+)
+def test_examples_of_shardings_learn(name: str, held: str) -> None:
+    if name.startswith("llama"):
+        pytest.importorskip("transformers")
+    printed = torchrun(ROOT / "examples" / f"{name}.py", ranks=2, devices=2)
+    last = printed.strip().splitlines()[-1]
+    found = re.fullmatch(rf"loss (\d+\.\d+) -> (\d+\.\d+), {held}", last)
+    assert found, printed
+    assert float(found[2]) < 0.6 * float(found[1])

@@ -23,7 +23,7 @@ if sys.orig_argv[1:3] != ["-m", "torch_xla_pp"]:
         TransportError,
         TransportTimeout,
     )
-    from torch_xla_pp.graph import pipeline_yield, shard
+    from torch_xla_pp.graph import deferred_init, materialize, pipeline_yield, shard
     from torch_xla_pp.launch import device, init_device_mesh
     from torch_xla_pp.mesh import AxisRules
     from torch_xla_pp.pipeline import Pipe, pipeline
@@ -50,8 +50,10 @@ __all__ = [
     "TransportError",
     "TransportTimeout",
     "clip_grad_norm_",
+    "deferred_init",
     "device",
     "init_device_mesh",
+    "materialize",
     "pipeline",
     "pipeline_yield",
     "profile_step",

@@ -17,11 +17,14 @@ from torch.utils import _pytree as pytree
 from torch_xla_pp.compile import Remat, marking_checkpoints
 from torch_xla_pp.graph import (
     Prepared,
+    as_on_host,
+    back_to_meta,
     check_split_spec,
     describe,
     finish,
     parameter_names,
     prepare,
+    record_resets,
     sharding_outputs,
     tie_parameters,
     untied,
@@ -197,7 +200,7 @@ def pipeline(
     As `torch.distributed.pipelining.pipeline`, whose tracer does the work.
 
     Args:
-        module: The model, on the host or on meta.
+        module: The model, on the host, on meta, or built under `deferred_init`.
         mb_args: Example of one microbatch's positional arguments.
         mb_kwargs: Example of its keyword arguments.
         split_spec: Name of a submodule → where to split at it.
@@ -222,6 +225,7 @@ def pipeline(
         )
     activations = dict(activations or {})
     _check_activations(module, activations)
+    record_resets(module)
     names = parameter_names(module)
     prepared: list[Prepared] = []
 
@@ -232,10 +236,13 @@ def pipeline(
 
     with (
         marking_checkpoints(),
+        as_on_host(module) as faked,
         untied(module, names),
         sharding_outputs(module, activations),
     ):
+        mb_args, mb_kwargs = faked((mb_args, mb_kwargs))
         split = trace_and_split(module, mb_args, mb_kwargs, split_spec or {}, policy)
+    back_to_meta(split.split_gm)
     return Pipe(split, prepared[-1], names, activations)
 
 

@@ -91,6 +91,11 @@ def annotate(tensor: Tensor, sharding: OpSharding) -> None:
     _XLAC._xla_mark_sharding(tensor, sharding)
 
 
+def forget_sharding(tensor: Tensor) -> None:
+    """Take away the sharding of a replicated tensor, so that it may get another."""
+    _XLAC._xla_clear_sharding(tensor)
+
+
 def constrain(value: Tensor, sharding: OpSharding) -> Tensor:
     """Return a pending copy of `value` that is laid out as `sharding`.
 

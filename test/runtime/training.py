@@ -179,7 +179,7 @@ def build(job: Job, model: Model, mesh: Any) -> list[Any]:
         job.rows // job.num_microbatches,
         job.length,
         dtype=torch.long,
-        device=job.init_device,
+        device="meta" if job.init_device == "meta" else "cpu",
     )
     pipe = xpp.pipeline(model, mb_args=(example,), split_spec=spec)
     return [
@@ -260,8 +260,11 @@ def train_joined(job: Job) -> Report:
     mesh = mesh_of(job)
     replica = mesh.get_local_rank("dp") if job.replicas > 1 else 0
     torch.manual_seed(0)
-    reference = Model(job.num_stages, is_tied=job.is_tied).to(job.dtype)
-    model = copy.deepcopy(reference)
+    if job.init_device == "deferred":
+        reference, model = xpp.materialize(deferred(job)), deferred(job)
+    else:
+        reference = Model(job.num_stages, is_tied=job.is_tied).to(job.dtype)
+        model = copy.deepcopy(reference)
     if job.init_device == "meta":
         state = model.state_dict()
         model = model.to("meta")
@@ -316,6 +319,11 @@ def train_joined(job: Job) -> Report:
         for name, parameter in stage.submod.named_parameters()
     }
     return report
+
+
+def deferred(job: Job) -> Model:
+    with xpp.deferred_init():
+        return Model(job.num_stages, is_tied=job.is_tied).to(job.dtype)
 
 
 def _clip(max_norm: float, stages: list[Any], reference: Model, report: Report) -> None:

@@ -8,9 +8,18 @@ from torch_xla_pp.graph.constraints import (
     shard_in_graph,
     sharding_outputs,
 )
+from torch_xla_pp.graph.deferred import deferred_init
+from torch_xla_pp.graph.fake import as_on_host, back_to_meta
 from torch_xla_pp.graph.finish import describe, finish
 from torch_xla_pp.graph.marks import pipeline_yield
+from torch_xla_pp.graph.materialize import (
+    lacking,
+    materialize,
+    record_resets,
+    unwritten,
+)
 from torch_xla_pp.graph.prepare import Prepared, prepare
+from torch_xla_pp.graph.record import value_of
 from torch_xla_pp.graph.split import (
     check_split_spec,
     parameter_names,
@@ -38,17 +47,25 @@ __all__ = [
     "StageGraph",
     "StageValue",
     "Template",
+    "as_on_host",
     "axes_of",
+    "back_to_meta",
     "check_split_spec",
+    "deferred_init",
     "describe",
     "finish",
+    "lacking",
+    "materialize",
     "parameter_names",
     "pipeline_yield",
     "prepare",
     "mapped_as",
+    "record_resets",
     "shard",
     "shard_in_graph",
     "sharding_outputs",
     "tie_parameters",
     "untied",
+    "unwritten",
+    "value_of",
 ]

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from torch_xla_pp.graph.record import record_of, share_record
 from torch_xla_pp.graph.stage_graph import SharedParameter
 
 _CALL_NUMBER = re.compile(r"@\d+")
@@ -86,6 +87,9 @@ def _slot(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 
 def _copy_of(parameter: nn.Parameter) -> nn.Parameter:
     data = parameter.detach().clone()
+    record = record_of(parameter)
+    if record is not None:
+        share_record(record, data)
     return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 

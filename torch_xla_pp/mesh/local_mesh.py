@@ -1,6 +1,7 @@
 """The devices of one rank as named axes, and values laid out over them."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,23 @@ class LocalMesh:
             -(-size // self.axis_size(axis))
             for size, axis in zip(shape, partition, strict=True)
         ]
+
+    def part(
+        self, value: torch.Tensor, partition: Partition, place: Mapping[str, int]
+    ) -> torch.Tensor:
+        """Return the part of a value that one device holds, without a copy.
+
+        Args:
+            value: The value; what splits a dimension divides it.
+            partition: How it lies.
+            place: The device's index along each axis.
+        """
+        for dim, axis in enumerate(partition):
+            index = 0
+            for name in axis_names(axis):
+                index = index * self.axis_size(name) + place[name]
+            value = value.chunk(self.axis_size(axis), dim)[index]
+        return value
 
     def is_split(self, partition: Partition) -> bool:
         """Return whether `partition` splits anything over more than one device."""

@@ -6,7 +6,6 @@ by one program at the start of the next step.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import Constraints, Program, StagePrograms, accumulator
 from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.graph import lacking, record_resets, unwritten, value_of
 from torch_xla_pp.mesh import (
     OpShardingArgs,
     Partition,
@@ -64,7 +64,8 @@ class ModuleState:
         self._partitions = assign_partitions(
             sharding, shapes_of(module), placement.local, whole_model=whole_model
         )
-        self._unloaded = _materialize_meta(module)
+        record_resets(module)
+        self._unloaded = set(unwritten(module))
         self._move()
         self._states = {name: _state_of(t) for name, t in _named_tensors(module)}
         rules = placement.rules
@@ -259,11 +260,21 @@ class ModuleState:
                 xla_compat.annotate(value, sharding)
 
     def _moved(self, name: str, value: Tensor) -> Tensor:
-        data = value.detach().to(xla_compat.device())
-        if name in self._partitions:
-            xla_compat.annotate(data, self._placement.sharding(self._partitions[name]))
+        """Return a tensor's value on the device, as parameter if it is one.
+
+        The host holds values that are made here one at a time.
+        """
+        data = self._uploaded(name, _host_value(value))
         if isinstance(value, nn.Parameter):
             return nn.Parameter(data, requires_grad=value.requires_grad)
+        return data
+
+    def _uploaded(self, name: str, value: Tensor) -> Tensor:
+        """Return a value on the device; the user may still shard what no rule does."""
+        if name in self._partitions:
+            return self._placement.upload(value, self._partitions[name])
+        data = self._placement.upload(value, (None,) * value.dim())
+        xla_compat.forget_sharding(data)
         return data
 
     def _check_loaded(self) -> None:
@@ -275,11 +286,9 @@ class ModuleState:
         }
         if self._unloaded:
             raise PipelineError(
-                "stage: expected every parameter and buffer to have a value, got a "
-                f"module built on meta without: {', '.join(sorted(self._unloaded))}. "
-                "Load them before the first step, e.g. with stage.submod."
-                "load_state_dict(state, strict=False), and fill buffers that no "
-                "state dict has."
+                f"stage: {lacking(sorted(self._unloaded))}; or load values before "
+                "the first step, e.g. with stage.submod.load_state_dict(state, "
+                "strict=False), and fill buffers that no state dict has."
             )
 
     def _check_shardings(self) -> None:
@@ -341,42 +350,12 @@ def _roles(module: nn.Module) -> dict[str, Tensor]:
     return values
 
 
-def _materialize_meta(module: nn.Module) -> set[str]:
-    """Give meta tensors memory, and values where a module can reset its own.
-
-    Returns:
-        Names of the tensors that still have no value.
-    """
-    made: dict[int, Tensor] = {}
-    unloaded = set()
-    for prefix, sub in module.named_modules():
-        new = {**_allocate(sub._parameters, made), **_allocate(sub._buffers, made)}
-        versions = {key: value._version for key, value in new.items()}
-        reset = getattr(sub, "reset_parameters", None)
-        if callable(reset) and set(sub._parameters) <= set(new) and new:
-            reset()
-        unloaded |= {
-            f"{prefix}.{key}" if prefix else key
-            for key, value in new.items()
-            if value._version == versions[key]
-        }
-    return unloaded
-
-
-def _allocate(slots: dict[str, Any], made: dict[int, Tensor]) -> dict[str, Tensor]:
-    """Replace the meta tensors among a module's slots, shared ones by one."""
-    new = {}
-    for key, value in slots.items():
-        if value is None or not value.is_meta:
-            continue
-        if id(value) not in made:
-            data = torch.empty_like(value, device="cpu")
-            is_parameter = isinstance(value, nn.Parameter)
-            made[id(value)] = (
-                nn.Parameter(data, value.requires_grad) if is_parameter else data
-            )
-        slots[key] = new[key] = made[id(value)]
-    return new
+def _host_value(value: Tensor) -> Tensor:
+    """Return what a tensor stands for; zeros until it is loaded, if that is nothing."""
+    if not value.is_meta:
+        return value.detach()
+    made = value_of(value)
+    return torch.zeros_like(value, device="cpu") if made is None else made
 
 
 def _state_of(value: Tensor) -> tuple[int, int]:

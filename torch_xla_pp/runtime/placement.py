@@ -203,6 +203,23 @@ class Placement:
         xla_compat.materialize([value])
         return value
 
+    def upload(self, value: Tensor, partition: Partition) -> Tensor:
+        """Return a host value as device data; the host keeps nothing of it.
+
+        `place` makes more copies on the way, but cuts what does not divide, too.
+        """
+        sharding = self.sharding(partition)
+        value = value.detach()
+        if not self.local.is_split(partition):
+            return xla_compat.replicate(value)
+        ids = self._mesh.get_logical_mesh()
+        shards = []
+        for device in range(ids.size):
+            index = (int(i) for (i,) in np.nonzero(ids == device))
+            place = dict(zip(self.local.names, index, strict=True))
+            shards.append(self.local.part(value, partition, place).contiguous())
+        return xla_compat.from_local_shards(shards, sharding, value.shape)
+
     def zeros(self, spec: TensorSpec) -> Tensor:
         """Return zeros on the device, laid out as `spec` says; made once."""
         if spec not in self._zeros:
