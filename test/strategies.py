@@ -1,10 +1,11 @@
 """Hypothesis strategies of the whole suite."""
 
+import math
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from torch_xla_pp.mesh import AxisRules, LocalMesh
+from torch_xla_pp.mesh import AxisRules, LocalMesh, Tiling
 from torch_xla_pp.schedule import Action, Schedule, carriers_of
 from torch_xla_pp.timeline import Span, Timeline, Transfer
 
@@ -190,3 +191,22 @@ def timelines(draw: st.DrawFn) -> Timeline:
         transfers=tuple(draw(st.lists(transfers, max_size=5))),
         peak_bytes=draw(st.just(()) | peaks),
     )
+
+
+@st.composite
+def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> Tiling:
+    """Any way in which a value of a shape may lie on one to eight devices."""
+    grid = tuple(draw(st.sampled_from((1, 1, 2, 3, 4))) for _ in shape)
+    while math.prod(grid) > 8:
+        grid = (1, *grid[1:]) if grid[0] > 1 else (1, *grid[2:], 1)
+    count = math.prod(grid)
+    copies = draw(st.integers(1, 8 // count))
+    tiles = draw(st.permutations([*range(count)] * copies))
+    return Tiling(shape=shape, grid=grid, tiles=tuple(tiles))
+
+
+@st.composite
+def resharded(draw: st.DrawFn) -> tuple[Tiling, Tiling]:
+    """Two ways in which one value may lie; sizes need not divide."""
+    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+    return draw(tilings(shape)), draw(tilings(shape))
