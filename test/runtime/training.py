@@ -5,12 +5,16 @@ that it can compare its own stages.
 """
 
 import copy
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 import torch_xla
 import torch_xla.debug.metrics as metrics
+import torch_xla.distributed.spmd as xs
 from joining import join
 from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
@@ -81,6 +85,25 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Side:
+    """How one rank lays values out, if ranks differ: its mesh and its sharding."""
+
+    axes: tuple[str, ...] = ("data",)
+    sizes: tuple[int, ...]
+    sharding: Any = None
+
+    def get_local_rank(self, _: str) -> int:
+        return dist.get_rank()
+
+    def get_group(self, _: str) -> dist.ProcessGroup | None:
+        return None
+
+    def __getitem__(self, _: tuple[str, ...]) -> Any:
+        count = math.prod(self.sizes)
+        return xs.Mesh(np.arange(count), self.sizes, self.axes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What to train, and how; `table` takes the place of `schedule`.
 
@@ -110,6 +133,7 @@ class Job:
     is_tied: bool = False
     max_norm: float | None = None
     table: str = ""
+    sides: tuple[Side, ...] = ()
 
     @property
     def order(self) -> Schedule:
@@ -157,7 +181,8 @@ def build(job: Job, model: Model, mesh: Any) -> list[Any]:
     rank = mesh.get_local_rank("pp")
     # Ops do not travel between processes.
     remat = [torch.ops.aten.mm.default] if job.remat == "all but mm" else job.remat
-    options = {"mesh": mesh[job.axes], "sharding": job.sharding, "remat": remat}
+    sharding = job.sides[rank].sharding if job.sides else job.sharding
+    options = {"mesh": mesh[job.axes], "sharding": sharding, "remat": remat}
     group = mesh.get_group("pp")
     if job.replicas > 1:
         options["replicas"] = mesh.get_group("dp")
@@ -242,6 +267,9 @@ def batch(job: Job, step: int) -> tuple[Tensor, Tensor]:
 
 
 def mesh_of(job: Job) -> Any:
+    if job.sides:
+        xpp.device()
+        return job.sides[dist.get_rank()]
     sizes, names = job.axis_sizes or (job.devices,), ("pp", *job.axes)
     shape = (job.ranks, *sizes)
     if job.replicas > 1:
