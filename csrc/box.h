@@ -14,8 +14,8 @@ struct Box {
     size_t count = 0;
     size_t distance = 0;  // in bytes
   };
-  size_t offset = 0;  // of the first run
-  size_t run = 0;     // bytes
+  size_t offset = 0;          // of the first run
+  size_t run = 0;             // bytes
   std::vector<Level> levels;  // outermost first
 
   size_t size() const {

@@ -130,7 +130,7 @@ Shard ShardOf(const ffi::AnyBuffer& buffer) {
 
 Route RouteOf(const ffi::AnyBuffer& buffer, size_t num_tensors) {
   const auto* fields = static_cast<const int64_t*>(buffer.untyped_data());
-  Route route{fields[0], fields[1], fields[2], fields[3],  fields[4], fields[5],
+  Route route{fields[0], fields[1], fields[2], fields[3], fields[4], fields[5],
               fields[6], fields[7], fields[8], fields[9], fields[10]};
   const size_t num_holders = num_tensors * static_cast<size_t>(route.num_devices);
   const size_t row = kRowFields + 2 * static_cast<size_t>(route.num_levels);

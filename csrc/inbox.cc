@@ -132,7 +132,7 @@ std::optional<std::string> Inbox::FaultOf(const Key& key, const Group& group) co
     return "recv " + Describe(key) + " from " + RankName(key.edge.source) + " on " +
            RankName(rank_) + ": expected " + Describe(group.layout) + ", got " +
            Describe(part->layout) +
-           ". Use the same mesh, sharding and schedule on both ranks.";
+           ". Use the same model, split and schedule on both ranks.";
   }
   return std::nullopt;
 }

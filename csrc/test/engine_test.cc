@@ -12,6 +12,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -280,6 +281,28 @@ void AllDevicesOrNone() {
   EXPECT(first.content() == 5 && second.content() == 6);
 }
 
+// Slices of two senders' devices lie side by side in one shard; the rest is padding.
+void PiecesOfSeveralSourcesMakeAShard() {
+  Pair pair(1, seconds(60));
+  char shard[2][5];
+  std::memset(shard, 9, sizeof(shard));
+  std::promise<void> done;
+  Request request;
+  request.key = KeyOf(0, 0, 0);
+  request.layout = LayoutOf(3);
+  request.part_sizes = {6, kNothing, 2};  // the first source has more for others
+  request.results.push_back({&shard[0][0], sizeof(shard), -1, true});
+  request.pieces.push_back({0, 2, 0, {0, 2, {{2, 5}}}});
+  request.pieces.push_back({2, 0, 0, {2, 1, {{2, 5}}}});
+  request.done = [&] { done.set_value(); };
+  pair.one.engine->inbox().Receive(std::move(request));
+  Send(pair.zero, 1, KeyOf(0, 0, 0), 2, 3, 5, 2);
+  Send(pair.zero, 1, KeyOf(0, 0, 0), 0, 3, 4, 6);
+  done.get_future().wait();
+  const char expected[2][5] = {{4, 4, 5, 0, 0}, {4, 4, 5, 0, 0}};
+  EXPECT(std::memcmp(shard, expected, sizeof(shard)) == 0);
+}
+
 void ADeathEndsEveryReceiveAlike() {
   Pair pair(2, seconds(60));
   Receiver first(pair.one, KeyOf(0, 0, 0), 0, 2);
@@ -369,6 +392,7 @@ int main() {
   xla_pp::BoxesAreCopiedRunByRun();
   xla_pp::ManyMessagesInAnyOrder();
   xla_pp::AllDevicesOrNone();
+  xla_pp::PiecesOfSeveralSourcesMakeAShard();
   xla_pp::ADeathEndsEveryReceiveAlike();
   xla_pp::WhatOneDeviceGotTheOthersGetToo();
   xla_pp::ATimeLimitAndTheNextGeneration();

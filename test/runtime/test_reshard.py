@@ -4,14 +4,28 @@ Tolerance as in `test_parity`: sums are taken in another order.
 """
 
 import pytest
+import torch
 from joining import join
 from runtime.test_parity import check
-from runtime.training import Job, Report, Side, train_joined
+from runtime.training import (
+    Job,
+    Model,
+    Report,
+    Side,
+    batch,
+    build,
+    make_schedule,
+    mesh_of,
+    run_step,
+    train_joined,
+)
 
 from torch_xla_pp import AxisRules
 from torch_xla_pp.testing import Worlds
 
 pytestmark = pytest.mark.worlds
+
+VALUE = 4 * (4 * 3 * 8)  # bytes between the stages, for a microbatch
 
 NAMES = AxisRules(
     parameters={
@@ -33,12 +47,12 @@ BOTH = rules(batch="data", embed="model", hidden="model")
 GRID = ("data", "model")
 DATA = Side(sizes=(4,), sharding=rules(batch="data"))
 CASES = {
-    # (2, 2) to (4, 1), under the same rules.
     "other shape": (
         Side(axes=GRID, sizes=(2, 2), sharding=BOTH),
         Side(axes=GRID, sizes=(4, 1), sharding=BOTH),
     ),
-    "tensor to data parallel": (
+    # From tensor to data parallelism.
+    "other axis": (
         Side(
             axes=("model", "rest"),
             sizes=(2, 2),
@@ -59,33 +73,83 @@ def run_all(jobs: list[Job]) -> list[Report]:
 def job_of(case: str, *, rows: int = 16, **options: object) -> Job:
     return Job(
         sides=CASES[case],
-        frontend="manual",
         rows=rows,
         num_steps=2,
-        eval_first=False,
+        evaluates=False,
         **options,  # type: ignore[arg-type]
     )
 
 
 def test_meshes_may_differ(worlds: Worlds) -> None:
-    jobs = [job_of("other shape"), job_of("tensor to data parallel")]
-    for reports in zip(
-        *worlds.run(run_all, ranks=2, devices=4, args=(jobs,)), strict=True
-    ):
+    jobs = [job_of(case, frontend="manual") for case in ("other shape", "other axis")]
+    first, last = worlds.run(run_all, ranks=2, devices=4, args=(jobs,))
+    for reports in zip(first, last, strict=True):
         check(list(reports))
+    # Each device has a quarter, or under tensor parallelism of a pair a half.
+    sent = [report.explanation.sent_bytes for report in first]
+    assert sent == [VALUE // 4, VALUE // 2]
+    assert [report.explanation.received_bytes for report in last] == [VALUE // 4] * 2
+    moved = "float32[4, 3, 8] {} stage {}: 2x1x2 on 4 devices -> 4x1x1 on 4 devices"
+    assert first[0].explanation.moves == (moved.format("to", 1),)
+    assert last[0].explanation.moves == (moved.format("from", 0),)
 
 
-@pytest.mark.parametrize("transport", ["in_graph", "host"])
-def test_numbers_of_devices_may_differ(worlds: Worlds, transport: str) -> None:
-    jobs = [job_of("fewer devices", transport=transport)]
-    for reports in zip(
-        *worlds.run(run_all, ranks=2, devices=(4, 2), args=(jobs,)), strict=True
-    ):
-        check(list(reports))
+@pytest.mark.parametrize(
+    ("transport", "frontend"), [("in_graph", "traced"), ("host", "manual")]
+)
+def test_numbers_of_devices_may_differ(
+    worlds: Worlds, transport: str, frontend: str
+) -> None:
+    job = job_of("fewer devices", transport=transport, frontend=frontend)
+    reports = worlds.run(run_all, ranks=2, devices=(4, 2), args=([job],))
+    check([report for (report,) in reports])
 
 
 def test_slices_need_not_fit_and_tied_parameters_neither(worlds: Worlds) -> None:
     """Three devices to two and back, twice, with copies of a weight on both."""
-    job = job_of("uneven", rows=24, schedule="Interleaved1F1B", is_tied=True)
+    job = job_of(
+        "uneven", rows=24, frontend="manual", schedule="Interleaved1F1B", is_tied=True
+    )
     reports = worlds.run(run_all, ranks=2, devices=(3, 2), args=([job],))
     check([report for (report,) in reports])
+    first, last = (copy for (report,) in reports for copy in report.tied)
+    assert torch.equal(first, last)
+
+
+def refused(jobs: list[Job]) -> list[str]:
+    """Return the error of each job, in each of which a rank has something wrong."""
+    join()
+    found = []
+    for job in jobs:
+        stages = build(job, Model(job.num_stages), mesh_of(job))
+        schedule = make_schedule(job, stages)
+        try:
+            run_step(job, schedule, stages, *batch(job, 0))
+            found.append("")
+        except (ValueError, RuntimeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_a_mesh_that_does_not_fit_is_told_on_every_rank(worlds: Worlds) -> None:
+    split = Side(sizes=(2,), sharding=rules(batch="data"))
+    nameless = AxisRules(axes={"batch": None})
+    jobs = [
+        Job(sides=(split, Side(sizes=(3,))), rows=16, frontend="manual"),
+        Job(
+            sides=(split, Side(sizes=(3,), sharding=nameless)),
+            rows=16,
+            frontend="manual",
+        ),
+    ]
+    for first, second in worlds.run(
+        refused, ranks=2, devices=(2, 3), args=(jobs,), keep_workers=True
+    ):
+        assert first.startswith(
+            "ValueError: microbatch of 4 rows does not divide over mesh axis 'data' of"
+        )
+        assert "stage 1: expected a mesh and axis rules that fit what it" in second
+        assert (
+            "shard of a value of shape [4, 3, 8] as ('batch', 'length', 'embed'): "
+            "unknown logical axis 'length', known are batch" in second
+        )

@@ -165,6 +165,7 @@ class Report:
     parameter_difference: float = 0.0
     tied: list[Tensor] = field(default_factory=list)
     values: dict[str, Tensor] = field(default_factory=dict)
+    explanation: Any = None
 
     def compare(self, what: str, got: Tensor, expected: Tensor) -> None:
         """Keep the largest difference, relative to the largest value."""
@@ -206,7 +207,10 @@ def build(job: Job, model: Model, mesh: Any) -> list[Any]:
         dtype=torch.long,
         device=job.init_device,
     )
-    pipe = xpp.pipeline(model, mb_args=(example,), split_spec=spec)
+    activations = sharding.activations if isinstance(sharding, xpp.AxisRules) else {}
+    pipe = xpp.pipeline(
+        model, mb_args=(example,), split_spec=spec, activations=activations
+    )
     return [
         pipe.build_stage(stage, xpp.device(), group, **options)
         for stage in job.stages_of(rank)
@@ -333,6 +337,7 @@ def train_joined(job: Job) -> Report:
         for stage in stages:
             for name, parameter in stage.submod.named_parameters():
                 report.compare("parameters", parameter, named[name])
+    report.explanation = stages[0].explain()
     report.tied = [
         stage.submod.get_parameter(name).detach().cpu()
         for stage in stages

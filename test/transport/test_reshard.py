@@ -1,5 +1,6 @@
 """Values that lie in another way on the peer, which may have other devices."""
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -60,12 +61,26 @@ def exchange_values(transport: str) -> None:
     for mb in range(3):
         name = NAME._replace(microbatch=mb)
         group.transport.send(name, peer, fixed_values(mb + rank, rank), there)
+        if mb == 0 and isinstance(group.transport, InGraphTransport):
+            check_sizes(group.transport, layouts, there)
         found = group.transport.recv(name, peer, layouts, there)
         group.transport.settle()
         wanted = fixed_values(mb + peer, rank)
         # What is split unevenly becomes whole when it leaves a program.
         for i in even:
             assert_same(found[i], wanted[i])
+
+
+def check_sizes(
+    transport: InGraphTransport, layouts: list[ShardLayout], there: list[Tiling]
+) -> None:
+    """Check that each element has arrived once, in a message per device of the peer."""
+    limit_s = time.monotonic() + 30
+    while transport.engine.stats().num_messages < len(there[0].tiles):
+        assert time.monotonic() < limit_s
+        time.sleep(0.01)
+    sizes = [torch.Size(x.shape).numel() * x.dtype.itemsize for x in layouts]
+    assert transport.engine.stats().held_bytes == sum(sizes)
 
 
 def is_even(shape: tuple[int, ...], spec: Spec) -> bool:

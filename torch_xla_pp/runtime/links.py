@@ -133,6 +133,18 @@ class Links:
             if spec.requires_grad and not self.borders.consumers[index]
         ]
 
+    def moves(self) -> Iterator[str]:
+        """Say what is laid out anew on its way; its gradient is on the way back."""
+        for word, posts in (("from", self._arriving), ("to", self._leaving)):
+            for post in posts:
+                for layout, far in zip(post.layouts, self._there(post), strict=True):
+                    own = layout.tiling
+                    first, last = (far, own) if word == "from" else (own, far)
+                    dtype = str(layout.dtype).removeprefix("torch.")
+                    if first != last:
+                        value = f"{dtype}{list(layout.shape)} {word} stage {post.stage}"
+                        yield f"{value}: {first} -> {last}"
+
     # For each microbatch.
 
     def take_inputs(self, microbatch: int) -> dict[str, Tensor]:

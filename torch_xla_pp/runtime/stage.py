@@ -225,6 +225,7 @@ class XlaPipelineStage(SilentStage):
                 role.removeprefix("param:"): reason
                 for role, reason in variant.programs.reduced_per_microbatch.items()
             },
+            moves=tuple(variant.links.moves()),
         )
 
     @property

@@ -133,5 +133,5 @@ def _check(
     if expected != got:
         raise TransportError(
             f"recv {message.title} from rank {peer}: expected parts of {expected} "
-            f"bytes, got {got}. Use the same mesh, sharding and schedule on both ranks."
+            f"bytes, got {got}. Use the same model, split and schedule on both ranks."
         )
