@@ -116,6 +116,13 @@ def test_slices_need_not_fit_and_tied_parameters_neither(worlds: Worlds) -> None
     assert torch.equal(first, last)
 
 
+def test_stages_of_one_rank_may_have_other_meshes(worlds: Worlds) -> None:
+    job = job_of("other axis", frontend="manual", ranks=1, schedule="Interleaved1F1B")
+    check(
+        [report for (report,) in worlds.run(run_all, ranks=1, devices=4, args=([job],))]
+    )
+
+
 def refused(jobs: list[Job]) -> list[str]:
     """Return the error of each job, in each of which a rank has something wrong."""
     join()

@@ -133,6 +133,7 @@ class Job:
     is_tied: bool = False
     max_norm: float | None = None
     table: str = ""
+    # One per rank; more than there are ranks: one per stage.
     sides: tuple[Side, ...] = ()
 
     @property
@@ -182,11 +183,15 @@ def build(job: Job, model: Model, mesh: Any) -> list[Any]:
     rank = mesh.get_local_rank("pp")
     # Ops do not travel between processes.
     remat = [torch.ops.aten.mm.default] if job.remat == "all but mm" else job.remat
-    sharding = job.sides[rank].sharding if job.sides else job.sharding
-    options = {"mesh": mesh[job.axes], "sharding": sharding, "remat": remat}
     group = mesh.get_group("pp")
-    if job.replicas > 1:
-        options["replicas"] = mesh.get_group("dp")
+    more = {"replicas": mesh.get_group("dp")} if job.replicas > 1 else {}
+
+    def options(stage: int) -> dict[str, Any]:
+        side = job.sides[stage % len(job.sides)] if job.sides else job
+        own = side if job.sides else mesh
+        found = {"mesh": own[job.axes], "sharding": side.sharding, "remat": remat}
+        return found | more
+
     if job.frontend == "manual":
         return [
             xpp.PipelineStage(
@@ -196,7 +201,7 @@ def build(job: Job, model: Model, mesh: Any) -> list[Any]:
                 xpp.device(),
                 group=group,
                 tied=tied_names(job, stage),
-                **options,
+                **options(stage),
             )
             for stage in job.stages_of(rank)
         ]
@@ -207,12 +212,13 @@ def build(job: Job, model: Model, mesh: Any) -> list[Any]:
         dtype=torch.long,
         device=job.init_device,
     )
+    sharding = options(job.stages_of(rank)[0])["sharding"]
     activations = sharding.activations if isinstance(sharding, xpp.AxisRules) else {}
     pipe = xpp.pipeline(
         model, mb_args=(example,), split_spec=spec, activations=activations
     )
     return [
-        pipe.build_stage(stage, xpp.device(), group, **options)
+        pipe.build_stage(stage, xpp.device(), group, **options(stage))
         for stage in job.stages_of(rank)
     ]
 
