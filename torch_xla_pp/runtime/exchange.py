@@ -87,7 +87,7 @@ class Exchange:
         """Send `values` to group rank `rank`; does not wait for it."""
         self._group.transport.send(message, rank, values, there)
         if self.recorder is not None:
-            self.recorder.note_sent(message, values)
+            self.recorder.note_sent(message, values, there)
 
     def receive(
         self,

@@ -56,7 +56,9 @@ class Swap:
     def routes_in(self) -> dict[str, Tensor]:
         """Return routes for what programs receive."""
         return {
-            route_in(n): self._exchange.receive_route(p.received, p.rank, p.layouts, p.there)
+            route_in(n): self._exchange.receive_route(
+                p.received, p.rank, p.layouts, p.there
+            )
             for n, p in self._in_graph.items()
         }
 
