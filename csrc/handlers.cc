@@ -1,12 +1,13 @@
 // The ops of XLA programs that send and receive, as handlers of XLA's FFI.
 //
-// Receive: the route, int64[8 + tensors * devices] (see `Route`) → shards, a token.
+// Receive: the route, int64[] (see `Route`) → shards, a token.
 // Send: the route, shards → a token.
 // Begin, end: a mark, int64[3] (kind, stage and microbatch of an action), whatever must
 // be there before → a token.
 //
 // A token is an int32[1] without a meaning: a program that returns it keeps the op.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -35,12 +36,33 @@ struct Route {
   int64_t origin;
   int64_t microbatch;
   int64_t digest;
-  // owners[tensor * num_devices + device]: the lowest device with the same shard.
-  const int64_t* owners;
+  int64_t num_devices;  // of this rank
+  // Devices of the sender; 0 if the values lie alike on both ranks, so that each
+  // device gets the shard of the device of its number.
+  int64_t num_sources;
+  int64_t num_levels;  // of each row's box
+  // holders[tensor * num_devices + device], if alike: the lowest device with the same
+  // shard; if not: the number of the tile that the device holds.
+  const int64_t* holders = nullptr;
+  // The pieces that a message is cut into, if not alike, in the order in which they
+  // lie in the messages of their sources: see `RowsOf`.
+  const int64_t* rows = nullptr;
+  size_t num_rows = 0;
+
+  bool is_alike() const { return num_sources == 0; }
 };
 
-constexpr size_t kRouteFields = 8;
+constexpr size_t kRouteFields = 11;
+constexpr size_t kRowFields = 5;  // without levels, of two fields each
 constexpr size_t kFirstSent = 1;  // operand of the send op
+
+// One piece of a value, as it lies on this rank.
+struct Row {
+  size_t tensor;
+  int64_t source;  // the sender's device
+  int64_t tile;    // the receiver's
+  Box box;
+};
 
 struct Shard {
   char* data;
@@ -106,11 +128,37 @@ Shard ShardOf(const ffi::AnyBuffer& buffer) {
   return {static_cast<char*>(buffer.untyped_data()), buffer.size_bytes()};
 }
 
-Route RouteOf(const ffi::AnyBuffer& buffer) {
+Route RouteOf(const ffi::AnyBuffer& buffer, size_t num_tensors) {
   const auto* fields = static_cast<const int64_t*>(buffer.untyped_data());
-  return {fields[0], fields[1], fields[2],
-          fields[3], fields[4], fields[5],
-          fields[6], fields[7], fields + kRouteFields};
+  Route route{fields[0], fields[1], fields[2], fields[3], fields[4], fields[5],
+              fields[6], fields[7], fields[8], fields[9], fields[10]};
+  const size_t num_holders = num_tensors * static_cast<size_t>(route.num_devices);
+  const size_t row = kRowFields + 2 * static_cast<size_t>(route.num_levels);
+  route.holders = fields + kRouteFields;
+  route.rows = route.holders + num_holders;
+  route.num_rows = (buffer.element_count() - kRouteFields - num_holders) / row;
+  return route;
+}
+
+// A row: tensor, source, tile, then the box: offset and run in bytes, count and
+// distance of each level.
+std::vector<Row> RowsOf(const Route& route) {
+  std::vector<Row> rows(route.num_rows);
+  const int64_t* fields = route.rows;
+  for (Row& row : rows) {
+    row.tensor = static_cast<size_t>(fields[0]);
+    row.source = fields[1];
+    row.tile = fields[2];
+    row.box.offset = static_cast<size_t>(fields[3]);
+    row.box.run = static_cast<size_t>(fields[4]);
+    fields += kRowFields;
+    for (int64_t level = 0; level < route.num_levels; ++level, fields += 2) {
+      if (fields[0] == 1) continue;
+      row.box.levels.push_back(
+          {static_cast<size_t>(fields[0]), static_cast<size_t>(fields[1])});
+    }
+  }
+  return rows;
 }
 
 Key KeyOf(const Route& route, int64_t source) {
@@ -122,23 +170,22 @@ Key KeyOf(const Route& route, int64_t source) {
   return key;
 }
 
-// Returns the number of devices that the route was made for, 0 if it does not fit.
-size_t NumDevices(const ffi::AnyBuffer& route, size_t num_tensors) {
-  const size_t left = route.element_count() - kRouteFields;
-  return num_tensors && left % num_tensors == 0 ? left / num_tensors : 0;
-}
+Box WholeBox(const Shard& shard) { return {0, shard.size, {}}; }
 
-// Returns how many bytes each device sends: its shards of the tensors it owns.
-std::vector<size_t> PartSizes(const Route& route, const std::vector<Shard>& shards,
-                              size_t num_devices) {
-  std::vector<size_t> sizes(num_devices, kNothing);
+// Returns which parts of this rank's shards the messages hold.
+//
+// If the values lie alike on both ranks these are whole shards, each of its owner; the
+// tile is then the owner's number, too.
+std::vector<Row> ContentOf(const Route& route, const std::vector<Shard>& shards) {
+  if (!route.is_alike()) return RowsOf(route);
+  std::vector<Row> rows;
   for (size_t t = 0; t < shards.size(); ++t) {
-    for (size_t d = 0; d < num_devices; ++d) {
-      if (route.owners[t * num_devices + d] != static_cast<int64_t>(d)) continue;
-      sizes[d] = (sizes[d] == kNothing ? 0 : sizes[d]) + shards[t].size;
+    for (int64_t d = 0; d < route.num_devices; ++d) {
+      if (route.holders[t * route.num_devices + d] != d) continue;
+      rows.push_back({t, d, d, WholeBox(shards[t])});
     }
   }
-  return sizes;
+  return rows;
 }
 
 // The token is the last result of both ops.
@@ -149,8 +196,8 @@ void ClearToken(ffi::RemainingRets rets) {
 
 ffi::Error Send(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   ClearToken(rets);
-  const auto route_buffer = args.get<ffi::AnyBuffer>(0).value();
-  const Route route = RouteOf(route_buffer);
+  const Route route =
+      RouteOf(args.get<ffi::AnyBuffer>(0).value(), args.size() - kFirstSent);
   const auto engine = FindEngine(route.engine);
   if (!engine) return ffi::Error::Success();  // its group was closed
   Message message;
@@ -163,20 +210,21 @@ ffi::Error Send(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets
     AppendText(buffer, &message.layout.text);
     shards.push_back(ShardOf(buffer));
   }
-  const size_t num_devices = NumDevices(route_buffer, shards.size());
-  const size_t size = PartSizes(route, shards, num_devices).at(device);
-  if (size == kNothing) return ffi::Error::Success();
+  std::vector<Row> rows = ContentOf(route, shards);
+  size_t size = 0;
+  rows.erase(std::remove_if(rows.begin(), rows.end(),
+                            [&](const Row& row) { return row.source != device; }),
+             rows.end());
+  if (rows.empty()) return ffi::Error::Success();
+  for (const Row& row : rows) size += row.box.size();
   message.device = device;
-  message.layout.num_devices = static_cast<int32_t>(num_devices);
+  message.layout.num_devices = static_cast<int32_t>(route.num_devices);
   message.layout.digest = static_cast<uint64_t>(route.digest);
   message.bytes = Bytes(size);
   size_t offset = 0;
-  for (size_t t = 0; t < shards.size(); ++t) {
-    if (route.owners[t * num_devices + device] != device) continue;
-    if (shards[t].size) {
-      std::memcpy(message.bytes.data() + offset, shards[t].data, shards[t].size);
-    }
-    offset += shards[t].size;
+  for (const Row& row : rows) {
+    Pack(shards[row.tensor].data, row.box, message.bytes.data() + offset);
+    offset += row.box.size();
   }
   TheRecorder().Note(Event::kSent, message.key, size);
   engine->Send(static_cast<int>(route.peer), std::move(message));
@@ -187,8 +235,7 @@ ffi::Future Receive(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets 
   ClearToken(rets);
   auto promise = std::make_shared<ffi::Promise>();
   ffi::Future future(*promise);
-  const auto route_buffer = args.get<ffi::AnyBuffer>(0).value();
-  const Route route = RouteOf(route_buffer);
+  const Route route = RouteOf(args.get<ffi::AnyBuffer>(0).value(), rets.size() - 1);
   Request request;
   request.done = [promise] { promise->SetAvailable(); };
   std::vector<Shard> shards;
@@ -196,13 +243,9 @@ ffi::Future Receive(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets 
     const auto buffer = *rets.get<ffi::AnyBuffer>(i).value();
     AppendText(buffer, &request.layout.text);
     shards.push_back(ShardOf(buffer));
-    Piece piece;
-    piece.out = shards.back().data;
-    piece.size = shards.back().size;
-    piece.filling = FillingOf(buffer.element_type());
-    request.pieces.push_back(piece);
+    request.results.push_back(
+        {shards.back().data, shards.back().size, FillingOf(buffer.element_type())});
   }
-  const size_t num_devices = NumDevices(route_buffer, shards.size());
   const auto engine = FindEngine(route.engine);
   if (!engine) {  // its group was closed
     request.is_running = true;
@@ -213,17 +256,25 @@ ffi::Future Receive(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets 
   engine->numbers().Assign(device, /*is_receive=*/true, static_cast<int>(route.peer),
                            &request.key);
   TheRecorder().Note(Event::kAsked, request.key);
-  request.layout.num_devices = static_cast<int32_t>(num_devices);
+  const int64_t num_sources = route.is_alike() ? route.num_devices : route.num_sources;
+  request.layout.num_devices = static_cast<int32_t>(num_sources);
   request.layout.digest = static_cast<uint64_t>(route.digest);
-  request.part_sizes = PartSizes(route, shards, num_devices);
-  std::vector<size_t> filled(num_devices, 0);
+  request.part_sizes.assign(static_cast<size_t>(num_sources), kNothing);
+  std::vector<size_t> missing;
+  for (const Shard& shard : shards) missing.push_back(shard.size);
+  for (Row& row : ContentOf(route, shards)) {
+    size_t& filled = request.part_sizes.at(static_cast<size_t>(row.source));
+    if (filled == kNothing) filled = 0;
+    const size_t offset = filled;
+    const size_t size = row.box.size();
+    filled += size;
+    if (route.holders[row.tensor * route.num_devices + device] != row.tile) continue;
+    missing[row.tensor] -= size;
+    request.pieces.push_back(
+        {static_cast<int32_t>(row.source), offset, row.tensor, std::move(row.box)});
+  }
   for (size_t t = 0; t < shards.size(); ++t) {
-    const int64_t* owners = route.owners + t * num_devices;
-    request.pieces[t].owner = static_cast<int32_t>(owners[device]);
-    request.pieces[t].offset = filled[owners[device]];
-    for (size_t d = 0; d < num_devices; ++d) {
-      if (owners[d] == static_cast<int64_t>(d)) filled[d] += shards[t].size;
-    }
+    request.results[t].is_padded = missing[t] != 0;
   }
   engine->inbox().Receive(std::move(request));
   return future;

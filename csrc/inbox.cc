@@ -41,8 +41,8 @@ void Complete(Request request, const std::function<void(const Request&)>& fill) 
 
 void Discard(Request request) {
   Complete(std::move(request), [](const Request& request) {
-    for (const Piece& piece : request.pieces) {
-      if (piece.size) std::memset(piece.out, piece.filling, piece.size);
+    for (const Result& result : request.results) {
+      if (result.size) std::memset(result.out, result.filling, result.size);
     }
   });
 }
@@ -132,7 +132,7 @@ std::optional<std::string> Inbox::FaultOf(const Key& key, const Group& group) co
     return "recv " + Describe(key) + " from " + RankName(key.edge.source) + " on " +
            RankName(rank_) + ": expected " + Describe(group.layout) + ", got " +
            Describe(part->layout) +
-           ". Use the same mesh, sharding and schedule on both ranks.";
+           ". Use the same model, split and schedule on both ranks.";
   }
   return std::nullopt;
 }
@@ -169,10 +169,14 @@ void Inbox::AnswerLocked(Group& group, Tasks& tasks) {
     if (group.is_whole) {
       tasks.push_back([request = std::move(request), parts = group.parts] {
         Complete(request, [parts](const Request& request) {
+          for (const Result& result : request.results) {
+            if (result.is_padded) std::memset(result.out, 0, result.size);
+          }
           for (const Piece& piece : request.pieces) {
-            if (!piece.size) continue;
-            const Bytes& bytes = parts.at(piece.owner)->bytes;
-            std::memcpy(piece.out, bytes.data() + piece.offset, piece.size);
+            if (!piece.box.size()) continue;
+            const Bytes& bytes = parts.at(piece.source)->bytes;
+            Unpack(bytes.data() + piece.offset, piece.box,
+                   request.results[piece.result].out);
           }
         });
       });

@@ -30,6 +30,7 @@
 #include <string>
 #include <vector>
 
+#include "box.h"
 #include "message.h"
 
 namespace xla_pp {
@@ -49,19 +50,27 @@ struct Failure {
 
 constexpr size_t kNothing = SIZE_MAX;
 
-// Where one tensor of a message goes on one device.
-struct Piece {
+// One tensor that a receive op fills on one device.
+struct Result {
   char* out = nullptr;
   size_t size = 0;
-  int32_t owner = 0;  // the sender's device whose message holds this shard
-  size_t offset = 0;  // where in that message
-  char filling = 0;   // byte that stands for a value that did not come
+  char filling = 0;        // byte that stands for a value that did not come
+  bool is_padded = false;  // whether the pieces leave something out
+};
+
+// A part of a message that goes to one device.
+struct Piece {
+  int32_t source = 0;  // the sender's device whose message holds it
+  size_t offset = 0;   // where in that message
+  size_t result = 0;   // which of the results it is part of
+  Box box;             // where in that result
 };
 
 // The receive op on one device.
 struct Request {
   Key key;
   Layout layout;
+  std::vector<Result> results;
   std::vector<Piece> pieces;
   std::vector<size_t> part_sizes;  // by the sender's device; kNothing: no message
   std::function<void()> done;

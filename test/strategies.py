@@ -1,10 +1,11 @@
 """Hypothesis strategies of the whole suite."""
 
+import math
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from torch_xla_pp.mesh import AxisRules, LocalMesh
+from torch_xla_pp.mesh import AxisRules, LocalMesh, Tiling
 from torch_xla_pp.schedule import Action, Schedule, carriers_of
 from torch_xla_pp.timeline import Span, Timeline, Transfer
 
@@ -196,3 +197,22 @@ def tensor_programs(names: list[str]) -> st.SearchStrategy[list[tuple[str, int, 
     """Steps by name, each with two operands out of the results so far."""
     operand = st.integers(0, 5)
     return st.lists(st.tuples(st.sampled_from(names), operand, operand), max_size=8)
+
+
+@st.composite
+def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> Tiling:
+    """Any way in which a value of a shape may lie on one to eight devices."""
+    grid = tuple(draw(st.sampled_from((1, 1, 2, 3, 4))) for _ in shape)
+    while math.prod(grid) > 8:
+        grid = (1, *grid[1:]) if grid[0] > 1 else (1, *grid[2:], 1)
+    count = math.prod(grid)
+    copies = draw(st.integers(1, 8 // count))
+    tiles = draw(st.permutations([*range(count)] * copies))
+    return Tiling(shape=shape, grid=grid, tiles=tuple(tiles))
+
+
+@st.composite
+def resharded(draw: st.DrawFn) -> tuple[Tiling, Tiling]:
+    """Two ways in which one value may lie; sizes need not divide."""
+    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+    return draw(tilings(shape)), draw(tilings(shape))

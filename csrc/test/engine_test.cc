@@ -12,6 +12,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -184,7 +185,8 @@ class Receiver {
     request.key = key;
     request.layout = LayoutOf(num_devices);
     request.part_sizes.assign(num_devices, size);
-    request.pieces.push_back({out_.data(), size, device, 0, -1});
+    request.results.push_back({out_.data(), size, -1});
+    request.pieces.push_back({device, 0, 0, {0, size, {}}});
     request.done = [state = state_] {
       std::lock_guard lock(state->mutex);
       state->is_done = true;
@@ -209,6 +211,27 @@ class Receiver {
   Bytes out_;
   std::shared_ptr<State> state_ = std::make_shared<State>();
 };
+
+// A box of three dimensions goes into a message and out of it into another array.
+void BoxesAreCopiedRunByRun() {
+  char array[4][3][5], other[6][5] = {};
+  for (int i = 0; i < 60; ++i) array[i / 15][i / 5 % 3][i % 5] = static_cast<char>(i);
+  const Box box{1 * 15 + 0 * 5 + 2, 2, {{3, 15}, {2, 5}}};  // [1:4, 0:2, 2:4]
+  EXPECT(box.size() == 12);
+  char message[12];
+  Pack(&array[0][0][0], box, message);
+  for (int i = 0; i < 12; ++i) {
+    EXPECT(message[i] == array[1 + i / 4][i / 2 % 2][2 + i % 2]);
+  }
+  Unpack(message, {5 + 1, 3, {{4, 5}}}, &other[0][0]);  // [1:5, 1:4]
+  for (int i = 0; i < 30; ++i) {
+    const int row = i / 5 - 1, column = i % 5 - 1;
+    const bool is_in = row >= 0 && row < 4 && column >= 0 && column < 3;
+    EXPECT(other[i / 5][i % 5] == (is_in ? message[row * 3 + column] : 0));
+  }
+  Pack(&array[0][0][0], {0, 0, {}}, nullptr);
+  Pack(&array[0][0][0], {0, 2, {{0, 1}}}, nullptr);
+}
 
 // Both directions at once, four devices each, sends and receives in random order.
 void ManyMessagesInAnyOrder() {
@@ -256,6 +279,28 @@ void AllDevicesOrNone() {
   Send(pair.zero, 1, KeyOf(0, 0, 0), 1, 2, 6);
   EXPECT(first.IsDone(milliseconds(5000)) && second.IsDone(milliseconds(5000)));
   EXPECT(first.content() == 5 && second.content() == 6);
+}
+
+// Slices of two senders' devices lie side by side in one shard; the rest is padding.
+void PiecesOfSeveralSourcesMakeAShard() {
+  Pair pair(1, seconds(60));
+  char shard[2][5];
+  std::memset(shard, 9, sizeof(shard));
+  std::promise<void> done;
+  Request request;
+  request.key = KeyOf(0, 0, 0);
+  request.layout = LayoutOf(3);
+  request.part_sizes = {6, kNothing, 2};  // the first source has more for others
+  request.results.push_back({&shard[0][0], sizeof(shard), -1, true});
+  request.pieces.push_back({0, 2, 0, {0, 2, {{2, 5}}}});
+  request.pieces.push_back({2, 0, 0, {2, 1, {{2, 5}}}});
+  request.done = [&] { done.set_value(); };
+  pair.one.engine->inbox().Receive(std::move(request));
+  Send(pair.zero, 1, KeyOf(0, 0, 0), 2, 3, 5, 2);
+  Send(pair.zero, 1, KeyOf(0, 0, 0), 0, 3, 4, 6);
+  done.get_future().wait();
+  const char expected[2][5] = {{4, 4, 5, 0, 0}, {4, 4, 5, 0, 0}};
+  EXPECT(std::memcmp(shard, expected, sizeof(shard)) == 0);
 }
 
 void ADeathEndsEveryReceiveAlike() {
@@ -344,8 +389,10 @@ void FailuresAtAnyTime() {
 }  // namespace xla_pp
 
 int main() {
+  xla_pp::BoxesAreCopiedRunByRun();
   xla_pp::ManyMessagesInAnyOrder();
   xla_pp::AllDevicesOrNone();
+  xla_pp::PiecesOfSeveralSourcesMakeAShard();
   xla_pp::ADeathEndsEveryReceiveAlike();
   xla_pp::WhatOneDeviceGotTheOthersGetToo();
   xla_pp::ATimeLimitAndTheNextGeneration();

@@ -19,11 +19,13 @@ def test_an_explanation_reads_like_this() -> None:
             ProgramCost(name="inference", collectives=()),
         ),
         reduced_per_microbatch={"up": "flip is not cut", "down": "flip is not cut"},
+        moves=("float32[8] from stage 0: 4 on 4 devices -> 2 on 2 devices",),
     )
     assert str(explanation).splitlines() == [
         "stage 1, on each device",
         "  16 bytes of 8 parameters and of buffers",
         "  32 bytes in, 0 bytes out, per microbatch",
+        "    float32[8] from stage 0: 4 on 4 devices -> 2 on 2 devices",
         "  gradients reduced in every microbatch, as flip is not cut: up, down",
         "  forward:",
         "    2 all-gather over data: 64 bytes",

@@ -5,12 +5,16 @@ that it can compare its own stages.
 """
 
 import copy
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 import torch_xla
 import torch_xla.debug.metrics as metrics
+import torch_xla.distributed.spmd as xs
 from joining import join
 from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
@@ -81,6 +85,25 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Side:
+    """How one rank lays values out, if ranks differ: its mesh and its sharding."""
+
+    axes: tuple[str, ...] = ("data",)
+    sizes: tuple[int, ...]
+    sharding: Any = None
+
+    def get_local_rank(self, _: str) -> int:
+        return dist.get_rank()
+
+    def get_group(self, _: str) -> dist.ProcessGroup | None:
+        return None
+
+    def __getitem__(self, _: tuple[str, ...]) -> Any:
+        count = math.prod(self.sizes)
+        return xs.Mesh(np.arange(count), self.sizes, self.axes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What to train, and how; `table` takes the place of `schedule`.
 
@@ -110,6 +133,8 @@ class Job:
     is_tied: bool = False
     max_norm: float | None = None
     table: str = ""
+    # One per rank; more than there are ranks: one per stage.
+    sides: tuple[Side, ...] = ()
 
     @property
     def order(self) -> Schedule:
@@ -141,6 +166,7 @@ class Report:
     parameter_difference: float = 0.0
     tied: list[Tensor] = field(default_factory=list)
     values: dict[str, Tensor] = field(default_factory=dict)
+    explanation: Any = None
 
     def compare(self, what: str, got: Tensor, expected: Tensor) -> None:
         """Keep the largest difference, relative to the largest value."""
@@ -157,10 +183,15 @@ def build(job: Job, model: Model, mesh: Any) -> list[Any]:
     rank = mesh.get_local_rank("pp")
     # Ops do not travel between processes.
     remat = [torch.ops.aten.mm.default] if job.remat == "all but mm" else job.remat
-    options = {"mesh": mesh[job.axes], "sharding": job.sharding, "remat": remat}
     group = mesh.get_group("pp")
-    if job.replicas > 1:
-        options["replicas"] = mesh.get_group("dp")
+    more = {"replicas": mesh.get_group("dp")} if job.replicas > 1 else {}
+
+    def options(stage: int) -> dict[str, Any]:
+        side = job.sides[stage % len(job.sides)] if job.sides else job
+        own = side if job.sides else mesh
+        found = {"mesh": own[job.axes], "sharding": side.sharding, "remat": remat}
+        return found | more
+
     if job.frontend == "manual":
         return [
             xpp.PipelineStage(
@@ -170,7 +201,7 @@ def build(job: Job, model: Model, mesh: Any) -> list[Any]:
                 xpp.device(),
                 group=group,
                 tied=tied_names(job, stage),
-                **options,
+                **options(stage),
             )
             for stage in job.stages_of(rank)
         ]
@@ -181,9 +212,13 @@ def build(job: Job, model: Model, mesh: Any) -> list[Any]:
         dtype=torch.long,
         device="meta" if job.init_device == "meta" else "cpu",
     )
-    pipe = xpp.pipeline(model, mb_args=(example,), split_spec=spec)
+    sharding = options(job.stages_of(rank)[0])["sharding"]
+    activations = sharding.activations if isinstance(sharding, xpp.AxisRules) else {}
+    pipe = xpp.pipeline(
+        model, mb_args=(example,), split_spec=spec, activations=activations
+    )
     return [
-        pipe.build_stage(stage, xpp.device(), group, **options)
+        pipe.build_stage(stage, xpp.device(), group, **options(stage))
         for stage in job.stages_of(rank)
     ]
 
@@ -242,6 +277,9 @@ def batch(job: Job, step: int) -> tuple[Tensor, Tensor]:
 
 
 def mesh_of(job: Job) -> Any:
+    if job.sides:
+        xpp.device()
+        return job.sides[dist.get_rank()]
     sizes, names = job.axis_sizes or (job.devices,), ("pp", *job.axes)
     shape = (job.ranks, *sizes)
     if job.replicas > 1:
@@ -308,6 +346,7 @@ def train_joined(job: Job) -> Report:
         for stage in stages:
             for name, parameter in stage.submod.named_parameters():
                 report.compare("parameters", parameter, named[name])
+    report.explanation = stages[0].explain()
     report.tied = [
         stage.submod.get_parameter(name).detach().cpu()
         for stage in stages

@@ -90,6 +90,15 @@ def test_every_rank_returns_its_result(worlds: Worlds) -> None:
     assert [(total, devices) for total, _, devices in results] == [(11, "2")] * 2
 
 
+def test_ranks_may_have_other_numbers_of_devices(worlds: Worlds) -> None:
+    results = worlds.run(add_up, ranks=3, devices=(1, 2, 1), args=(0,))
+    assert [devices for _, _, devices in results] == ["1", "2", "1"]
+    again = worlds.run(add_up, ranks=2, devices=(2, 1), args=(0,))
+    assert {pid for _, pid, _ in again} < {pid for _, pid, _ in results}
+    with pytest.raises(ValueError, match="one number for each of 2 ranks, got"):
+        worlds.run(add_up, ranks=2, devices=(1, 2, 1), args=(0,))
+
+
 def test_processes_are_reused(worlds: Worlds) -> None:
     first = worlds.run(add_up, ranks=2, args=(1,))
     second = worlds.run(add_up, ranks=2, args=(2,))

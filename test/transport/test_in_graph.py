@@ -18,6 +18,7 @@ from torch import Tensor
 from torchrun import torchrun
 
 from torch_xla_pp import xla_compat
+from torch_xla_pp.mesh import Tiling
 from torch_xla_pp.testing import Outcome, Worlds
 from torch_xla_pp.transport import (
     InGraphTransport,
@@ -338,7 +339,8 @@ def other_number_of_devices() -> str:
     group, transport, peer = join()
     try:
         if group.rank() == 0:
-            layout = [v._replace(tiles=(0, 1, 2, 3)) for v in layouts()]
+            four = Tiling(shape=(4, 2), grid=(4, 1), tiles=(0, 1, 2, 3))
+            layout = [v._replace(tiling=four) for v in layouts()]
             route = transport.send_route(NAME, peer, layout)
             xla_compat.materialize([send_op(route, values(), layouts())])
         else:

@@ -149,7 +149,7 @@ def test_a_message_of_another_layout_is_refused(worlds: Worlds, transport: str) 
         assert text.startswith(
             "TransportError: recv 1F1 (stage 1, microbatch 1, from stage 0) from"
         )
-        assert "Use the same mesh, sharding and schedule on both ranks." in text
+        assert "Use the same model, split and schedule on both ranks." in text
     if transport == "in_graph":
         assert "expected shards float32[4] int32[8]" in texts[1]
         assert "got shards float32[4] on 2 devices" in texts[1]

@@ -243,7 +243,7 @@ def _buckets(layouts: Mapping[str, ShardLayout], num_replicas: int) -> list[_Buc
     """Put gradients into buckets, in the order of their names' first."""
     found: dict[tuple[torch.dtype, tuple[int, ...]], dict[str, ShardLayout]] = {}
     for name, layout in layouts.items():
-        found.setdefault((layout.dtype, layout.tiles), {})[name] = layout
+        found.setdefault((layout.dtype, layout.tiling.tiles), {})[name] = layout
     return [
         _Bucket(alike, _chunk(list(alike.values()), num_replicas))
         for alike in found.values()
@@ -252,7 +252,7 @@ def _buckets(layouts: Mapping[str, ShardLayout], num_replicas: int) -> list[_Buc
 
 def _chunk(layouts: Sequence[ShardLayout], num_replicas: int) -> ShardLayout:
     """Return how a chunk of gradients lies: of one dimension, split as they are."""
-    tiles = layouts[0].tiles
+    tiles = layouts[0].tiling.tiles
     num_tiles = max(tiles) + 1
     size = sum(math.prod(layout.shard_shape) for layout in layouts)
     shape = (num_tiles * -(-size // num_replicas),)

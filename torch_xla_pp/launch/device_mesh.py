@@ -132,6 +132,9 @@ def init_device_mesh(
 ) -> PipelineMesh:
     """Make the mesh of the job; every rank must call it.
 
+    All ranks get equal local axes. Where they have other devices or are to lay values
+    out over other axes, each makes a torch_xla mesh of its own for its stages.
+
     Args:
         device_type: "xla".
         mesh_shape: Size of every axis. The first ones, as many as make the number of

@@ -1,7 +1,7 @@
 """WHERE: the axes of a job, and how values lie on one rank's devices. Pure values."""
 
 from torch_xla_pp.mesh import presets
-from torch_xla_pp.mesh.axis_rules import AxisRules, LogicalAxes, first_match, unmatched
+from torch_xla_pp.mesh.axis_rules import AxisRules, first_match, unmatched
 from torch_xla_pp.mesh.hlo_collectives import Collective, collectives_of
 from torch_xla_pp.mesh.hlo_sharding import (
     REPLICATED,
@@ -13,24 +13,31 @@ from torch_xla_pp.mesh.layout import MeshLayout, launch_hint
 from torch_xla_pp.mesh.local_mesh import (
     Axis,
     LocalMesh,
+    LogicalAxes,
     Partition,
     TensorSpec,
     axis_names,
 )
+from torch_xla_pp.mesh.reshard import Piece, Runs, reshard
 from torch_xla_pp.mesh.rules import Sharding, assign_partitions, match_rules
+from torch_xla_pp.mesh.tiling import Box, Tiling
 
 __all__ = [
     "Axis",
     "AxisRules",
+    "Box",
     "Collective",
     "LocalMesh",
     "LogicalAxes",
     "MeshLayout",
     "OpShardingArgs",
     "Partition",
+    "Piece",
     "REPLICATED",
+    "Runs",
     "Sharding",
     "TensorSpec",
+    "Tiling",
     "assign_partitions",
     "axis_names",
     "collectives_of",
@@ -39,6 +46,7 @@ __all__ = [
     "match_rules",
     "parse_sharding",
     "presets",
+    "reshard",
     "stacked",
     "unmatched",
 ]

@@ -15,9 +15,13 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
-from torch_xla_pp.mesh.local_mesh import Axis, LocalMesh, Partition, axis_names
-
-LogicalAxes = tuple[str | None, ...]
+from torch_xla_pp.mesh.local_mesh import (
+    Axis,
+    LocalMesh,
+    LogicalAxes,
+    Partition,
+    axis_names,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

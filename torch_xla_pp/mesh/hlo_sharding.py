@@ -15,6 +15,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from torch_xla_pp.mesh.tiling import Tiling
+
 _REPLICATED, _MAXIMAL, _TILED, _PARTIAL = 0, 1, 3, 5
 
 _TILES = re.compile(
@@ -68,19 +70,33 @@ class OpShardingArgs(NamedTuple):
             return _nested_shape(self.tile_assignment)
         return ()
 
+    def tiling(self, shape: Sequence[int], num_devices: int) -> Tiling:
+        """Return how a value of shape `shape` lies on the devices of a rank.
+
+        Raises:
+            ValueError: The sharding is for another number of dimensions, or not one
+                over all devices.
+        """
+        tiles = self.tile_of_device(num_devices)
+        return Tiling(shape=tuple(shape), grid=self._grid(shape), tiles=tiles)
+
     def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of one device's part of a tensor, padding included.
 
         Raises:
             ValueError: The sharding is for another number of dimensions.
         """
+        pairs = zip(shape, self._grid(shape), strict=True)
+        return tuple(-(-size // n) for size, n in pairs)
+
+    def _grid(self, shape: Sequence[int]) -> tuple[int, ...]:
         tiles = self.tiles or (1,) * len(shape)
         if len(tiles) != len(shape):
             raise ValueError(
                 f"sharding: expected a tensor of {len(tiles)} dimensions, got shape "
                 f"{list(shape)}. Annotate the tensor anew."
             )
-        return tuple(-(-size // n) for size, n in zip(shape, tiles, strict=True))
+        return tiles
 
     def tile_of_device(self, num_devices: int) -> tuple[int, ...]:
         """Return for each device which part of a value it holds, 0 if there is one.

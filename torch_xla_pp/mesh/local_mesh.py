@@ -8,6 +8,7 @@ import torch
 
 Axis = str | tuple[str, ...] | None
 Partition = tuple[Axis, ...]
+LogicalAxes = tuple[str | None, ...]
 
 
 def axis_names(axis: Axis) -> tuple[str, ...]:
@@ -104,12 +105,15 @@ class TensorSpec:
         dtype: Its dtype.
         partition: How it lies on the devices of a rank.
         requires_grad: Whether a gradient comes back for it.
+        axes: What `shard` called its dimensions, None if nothing did. A rank with
+            another mesh or other rules lays the value out by these.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     partition: Partition
     requires_grad: bool = False
+    axes: LogicalAxes | None = None
 
     def shard_bytes(self, mesh: LocalMesh) -> int:
         """Return the bytes of one device's part."""

@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from torch_xla_pp.graph import Slot, Template
+from torch_xla_pp.mesh import Tiling
 from torch_xla_pp.plan.fan import Fan, Value
 from torch_xla_pp.plan.stage_inputs import StageInputs
 
@@ -19,11 +20,13 @@ class Wiring:
         inputs: Inputs of each stage.
         ranks: Rank of each stage.
         shared: Group of shared parameters → stages that have a copy, in order.
+        tilings: Group → stage → how its copy lies on its rank.
     """
 
     inputs: Sequence[StageInputs]
     ranks: Sequence[int]
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    tilings: Mapping[str, Mapping[int, Tiling]] = field(default_factory=dict)
 
     def producers(self, stage: int) -> tuple[int, ...]:
         """Return the stages whose outputs `stage` takes."""

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor
 
 from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.mesh import Tiling
 from torch_xla_pp.runtime.recorder import StepRecorder
 from torch_xla_pp.transport import (
     InGraphTransport,
@@ -18,7 +19,8 @@ class Exchange:
     """Send and receive the values of a group's stages.
 
     Stages of one rank hand device values over without a copy, through the group's
-    mailbox; others use the group's transport.
+    mailbox; others use the group's transport. `there` is how values lie, or are to
+    lie, on the devices of the other rank.
 
     Attributes:
         recorder: Notes what goes through the host, if anybody wants to know.
@@ -48,16 +50,24 @@ class Exchange:
         return is_in_graph and not self.is_own(rank)
 
     def send_route(
-        self, message: Message, rank: int, layouts: Sequence[ShardLayout]
+        self,
+        message: Message,
+        rank: int,
+        layouts: Sequence[ShardLayout],
+        there: Sequence[Tiling] | None = None,
     ) -> Tensor:
         """Return what tells a program where to send `message`."""
-        return self._in_graph.send_route(message, rank, layouts)
+        return self._in_graph.send_route(message, rank, layouts, there)
 
     def receive_route(
-        self, message: Message, rank: int, layouts: Sequence[ShardLayout]
+        self,
+        message: Message,
+        rank: int,
+        layouts: Sequence[ShardLayout],
+        there: Sequence[Tiling] | None = None,
     ) -> Tensor:
         """Return what tells a program which `message` to receive."""
-        return self._in_graph.receive_route(message, rank, layouts)
+        return self._in_graph.receive_route(message, rank, layouts, there)
 
     def settle(self) -> None:
         """Wait until all values of other ranks that were asked for are there.
@@ -67,20 +77,30 @@ class Exchange:
         """
         self._group.transport.settle()
 
-    def send(self, message: Message, rank: int, values: Sequence[Tensor]) -> None:
+    def send(
+        self,
+        message: Message,
+        rank: int,
+        values: Sequence[Tensor],
+        there: Sequence[Tiling] | None = None,
+    ) -> None:
         """Send `values` to group rank `rank`; does not wait for it."""
-        self._group.transport.send(message, rank, values)
+        self._group.transport.send(message, rank, values, there)
         if self.recorder is not None:
-            self.recorder.note_sent(message, values)
+            self.recorder.note_sent(message, values, there)
 
     def receive(
-        self, message: Message, rank: int, layouts: Sequence[ShardLayout]
+        self,
+        message: Message,
+        rank: int,
+        layouts: Sequence[ShardLayout],
+        there: Sequence[Tiling] | None = None,
     ) -> list[Tensor]:
         """Return the values of `message` from group rank `rank`."""
         if self.recorder is None:
-            return self._group.transport.recv(message, rank, layouts)
+            return self._group.transport.recv(message, rank, layouts, there)
         with self.recorder.receiving(message):
-            return self._group.transport.recv(message, rank, layouts)
+            return self._group.transport.recv(message, rank, layouts, there)
 
     def give(self, message: Message, values: Mapping[int, Tensor]) -> None:
         """Lay values of a message ready for a stage of this rank, by slot.

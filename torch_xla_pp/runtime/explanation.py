@@ -45,6 +45,8 @@ class Explanation:
         programs: The programs that have run so far.
         reduced_per_microbatch: Parameter → why its gradient is reduced in every
             microbatch and not once a step.
+        moves: What is laid out anew on its way from or to another rank, whose devices
+            hold it in another way.
     """
 
     stage: int
@@ -54,6 +56,7 @@ class Explanation:
     sent_bytes: int
     programs: tuple[ProgramCost, ...]
     reduced_per_microbatch: Mapping[str, str] = field(default_factory=dict)
+    moves: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [
@@ -62,6 +65,7 @@ class Explanation:
             "of buffers",
             f"  {self.received_bytes} bytes in, {self.sent_bytes} bytes out, per "
             "microbatch",
+            *(f"    {move}" for move in self.moves),
         ]
         for reason in dict.fromkeys(self.reduced_per_microbatch.values()):
             names = [n for n, r in self.reduced_per_microbatch.items() if r == reason]

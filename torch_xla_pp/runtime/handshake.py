@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch_xla_pp.errors import PlanError, StageShapeError
 from torch_xla_pp.graph import Template
-from torch_xla_pp.mesh import TensorSpec
+from torch_xla_pp.mesh import TensorSpec, Tiling
 from torch_xla_pp.plan import StageInputs, Wiring
 from torch_xla_pp.transport import Rendezvous
 
@@ -24,12 +24,14 @@ class StageClaim:
         index: Index of the stage.
         inputs: What it takes from other stages.
         shared: Group of a shared parameter → a text that is equal for equal copies.
+        tilings: Group of a shared parameter → how it lies on the stage's rank.
         patterns: Pattern of its axis rules → whether something in it matches.
     """
 
     index: int
     inputs: StageInputs
     shared: Mapping[str, str] = field(default_factory=dict)
+    tilings: Mapping[str, Tiling] = field(default_factory=dict)
     patterns: Mapping[str, bool] = field(default_factory=dict)
 
 
@@ -64,7 +66,7 @@ class Offer:
 
     Args:
         output: The structure of its output.
-        values: The tensors of the output.
+        values: The tensors of the output, with partitions over the stage's own rank.
         rows: Size of the batch dimension of a microbatch.
         num_random: How many random operations the stages so far have.
     """
@@ -99,13 +101,17 @@ def wiring_of(claims: Sequence[Claim]) -> Wiring:
     found = [(stage, rank) for rank, c in enumerate(claims) for stage in c.stages]
     found.sort(key=lambda pair: pair[0].index)
     shared: dict[str, tuple[int, ...]] = {}
+    tilings: dict[str, dict[int, Tiling]] = {}
     for stage, _ in found:
         for group in stage.shared:
             shared[group] = (*shared.get(group, ()), stage.index)
+        for group, tiling in stage.tilings.items():
+            tilings.setdefault(group, {})[stage.index] = tiling
     return Wiring(
         inputs=[stage.inputs for stage, _ in found],
         ranks=[rank for _, rank in found],
         shared=shared,
+        tilings=tilings,
     )
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torch_xla_pp.compile import Borders, Forwarded, route_in, route_out
-from torch_xla_pp.mesh import TensorSpec
+from torch_xla_pp.mesh import TensorSpec, Tiling
 from torch_xla_pp.plan import Fan, Value
 from torch_xla_pp.runtime.exchange import Exchange
 from torch_xla_pp.runtime.placement import Placement
@@ -29,6 +29,7 @@ class Ends(NamedTuple):
         outputs: What its outputs look like.
         fans: How values reach their consumers, for the stage itself and each of its
             producers.
+        tilings: Stage → how values lie on its rank, filled in before the first message.
     """
 
     stage: int
@@ -36,6 +37,7 @@ class Ends(NamedTuple):
     received: Sequence[TensorSpec]
     outputs: Sequence[TensorSpec]
     fans: Mapping[int, Fan]
+    tilings: Mapping[int, Mapping[Value, Tiling]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,13 +48,15 @@ class _Post:
         direction: What is sent.
         stage: The stage on the other side.
         rank: Its rank.
-        indices: Which inputs or outputs of this stage are concerned.
+        values: The values that are concerned, or whose gradients are.
+        indices: Which inputs or outputs of this stage they are.
         layouts: How they lie on this rank's devices.
     """
 
     direction: Direction
     stage: int
     rank: int
+    values: tuple[Value, ...]
     indices: tuple[int, ...]
     layouts: tuple[ShardLayout, ...]
 
@@ -129,6 +133,18 @@ class Links:
             if spec.requires_grad and not self.borders.consumers[index]
         ]
 
+    def moves(self) -> Iterator[str]:
+        """Say what is laid out anew on its way; its gradient is on the way back."""
+        for word, posts in (("from", self._arriving), ("to", self._leaving)):
+            for post in posts:
+                for layout, far in zip(post.layouts, self._there(post), strict=True):
+                    own = layout.tiling
+                    first, last = (far, own) if word == "from" else (own, far)
+                    dtype = str(layout.dtype).removeprefix("torch.")
+                    if first != last:
+                        value = f"{dtype}{list(layout.shape)} {word} stage {post.stage}"
+                        yield f"{value}: {first} -> {last}"
+
     # For each microbatch.
 
     def take_inputs(self, microbatch: int) -> dict[str, Tensor]:
@@ -151,7 +167,7 @@ class Links:
             if not self._is_in_graph(post):
                 message = self._leaving_message(post, microbatch)
                 sent = [result.outputs[index] for index in post.indices]
-                self._exchange.send(message, post.rank, sent)
+                self._exchange.send(message, post.rank, sent, self._there(post))
 
     def take_grads(self, microbatch: int) -> dict[str, Tensor]:
         """Return the gradients of the outputs for a backward, or routes for them."""
@@ -172,7 +188,7 @@ class Links:
             if not self._is_in_graph(post):
                 message = self._leaving_message(post, microbatch)
                 sent = [self._grad(grads, index) for index in post.indices]
-                self._exchange.send(message, post.rank, sent)
+                self._exchange.send(message, post.rank, sent, self._there(post))
 
     def _grad(self, grads: Mapping[int, Tensor | None], index: int) -> Tensor:
         found = grads.get(index)
@@ -206,10 +222,12 @@ class Links:
             message = Message(post.direction, self._stage, microbatch, post.stage)
             if self._is_in_graph(post):
                 found[route_in(post.stage)] = self._exchange.receive_route(
-                    message, post.rank, post.layouts
+                    message, post.rank, post.layouts, self._there(post)
                 )
                 continue
-            values = self._exchange.receive(message, post.rank, post.layouts)
+            values = self._exchange.receive(
+                message, post.rank, post.layouts, self._there(post)
+            )
             names = [name_of(index, post.stage) for index in post.indices]
             found |= zip(names, values, strict=True)
         return found
@@ -218,11 +236,19 @@ class Links:
         """Return the routes of what programs send."""
         return {
             route_out(post.stage): self._exchange.send_route(
-                self._leaving_message(post, microbatch), post.rank, post.layouts
+                self._leaving_message(post, microbatch),
+                post.rank,
+                post.layouts,
+                self._there(post),
             )
             for post in posts
             if self._is_in_graph(post)
         }
+
+    def _there(self, post: _Post) -> list[Tiling]:
+        """Return how the values of a message lie on the other rank."""
+        tilings = self._ends.tilings[post.stage]
+        return [tilings[value] for value in post.values]
 
     def _leaving_message(self, post: _Post, microbatch: int) -> Message:
         return Message(post.direction, post.stage, microbatch, self._stage)
@@ -261,31 +287,37 @@ class Links:
     def _arrival(self, producer: int) -> _Post:
         slots = self._ends.fans[producer].passed(producer, self._stage)
         indices = [self._input_of[Value(producer, slot)] for slot in slots]
-        return self._post("F", producer, indices, self._ends.received)
+        return self._post("F", producer, indices, is_input=True)
 
     def _departure(self, consumer: int) -> _Post:
         slots = self._own.passed(self._stage, consumer)
-        return self._post("F", consumer, slots, self._ends.outputs)
+        return self._post("F", consumer, slots, is_input=False)
 
     def _grads_from(self, consumer: int) -> _Post:
         slots = self._with_grad(consumer)
-        return self._post("B", consumer, slots, self._ends.outputs)
+        return self._post("B", consumer, slots, is_input=False)
 
     def _grads_to(self, producer: int) -> _Post:
         indices = list(self._inputs_with_grad(producer).values())
-        return self._post("B", producer, indices, self._ends.received)
+        return self._post("B", producer, indices, is_input=True)
 
     def _post(
         self,
         direction: Direction,
         stage: int,
         indices: Sequence[int],
-        specs: Sequence[TensorSpec],
+        *,
+        is_input: bool,
     ) -> _Post:
+        ends = self._ends
+        specs = ends.received if is_input else ends.outputs
         return _Post(
             direction=direction,
             stage=stage,
             rank=self._own.ranks[stage],
+            values=tuple(
+                ends.values[i] if is_input else Value(self._stage, i) for i in indices
+            ),
             indices=tuple(indices),
             layouts=tuple(self._placement.layout(specs[i]) for i in indices),
         )

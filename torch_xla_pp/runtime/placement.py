@@ -150,15 +150,15 @@ class Placement:
         )
 
     def constraint_faults(
-        self, constraints: Iterable[tuple[LogicalAxes, Tensor]]
+        self, constraints: Iterable[tuple[LogicalAxes, tuple[int, ...]]]
     ) -> list[str]:
-        """List what is wrong with calls of `shard`, given as axes and values."""
+        """List what is wrong with calls of `shard`, given as axes and shapes."""
         if self.rules is None:
             return []
         found = {
-            f"shard of a value of shape {list(value.shape)} as {axes}: {fault}"
-            for axes, value in constraints
-            for fault in self.rules.partition(axes, tuple(value.shape), self.local)[1]
+            f"shard of a value of shape {list(shape)} as {axes}: {fault}"
+            for axes, shape in constraints
+            for fault in self.rules.partition(axes, shape, self.local)[1]
         }
         return sorted(found)
 

@@ -16,7 +16,7 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import JointGraph, Remat, StagePrograms, export_joint
 from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.graph import Template, sharding_outputs
-from torch_xla_pp.mesh import AxisRules, Partition, TensorSpec
+from torch_xla_pp.mesh import AxisRules, LogicalAxes, Partition, TensorSpec, Tiling
 from torch_xla_pp.plan import Fan, Value
 from torch_xla_pp.runtime.grad_groups import grouping_of
 from torch_xla_pp.runtime.links import Links
@@ -137,6 +137,8 @@ class StagePlan:
         given: Tensors that the schedule passes in.
         signature: What the schedule's arguments must look like.
         expected_outputs: What the outputs must look like, None if anything goes.
+        tilings: Stage → how what it takes and makes lies on its rank, of all stages;
+            known once all have their plans.
     """
 
     stage: int
@@ -152,12 +154,18 @@ class StagePlan:
     given: tuple[TensorSpec, ...]
     signature: Signature
     expected_outputs: Sequence[Tensor] | None
+    tilings: dict[int, Mapping[Value, Tiling]] = field(default_factory=dict)
     _variants: dict[Mode, Variant] = field(default_factory=dict)
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Return all tensor inputs, received ones first."""
         return self.received + self.given
+
+    def held(self, outputs: Sequence[TensorSpec]) -> dict[Value, TensorSpec]:
+        """Return what the stage takes from others and makes."""
+        made = {Value(self.stage, slot): spec for slot, spec in enumerate(outputs)}
+        return {**dict(zip(self.values, self.received, strict=True)), **made}
 
     def takes(self, name: str) -> bool:
         """Return whether the schedule may pass in a keyword argument."""
@@ -193,6 +201,7 @@ class StagePlan:
                     value,
                     placement.layout_of(axes, tuple(value.shape), self.rows),
                     needs_grad,
+                    axes,
                 )
                 for (value, needs_grad), axes in zip(
                     joint.example_outputs, joint.output_axes, strict=True
@@ -216,7 +225,9 @@ class StagePlan:
         return self._variants[mode]
 
     def _check_constraints(self, placement: Placement, joint: JointGraph) -> None:
-        faults = placement.constraint_faults(joint.constraints)
+        faults = placement.constraint_faults(
+            (axes, tuple(value.shape)) for axes, value in joint.constraints
+        )
         if faults:
             raise ValueError(
                 f"stage {self.stage}: expected calls of shard that fit the axis rules "
@@ -260,13 +271,19 @@ class StagePlan:
             )
 
 
-def spec_of(value: Tensor, partition: Partition, requires_grad: bool) -> TensorSpec:
+def spec_of(
+    value: Tensor,
+    partition: Partition,
+    requires_grad: bool,
+    axes: LogicalAxes | None = None,
+) -> TensorSpec:
     """Describe a value by its metadata."""
     return TensorSpec(
         shape=tuple(value.shape),
         dtype=value.dtype,
         partition=partition,
         requires_grad=requires_grad,
+        axes=axes,
     )
 
 

@@ -6,6 +6,7 @@ own kind of step by them, and makes an offer to later ones.
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -87,8 +88,11 @@ class StagePlanning:
         own = {k: v for k, v in kwargs.items() if parameters is None or k in parameters}
         signature, outside = Signature.of(args, own)
         previous = offers.get(self._stage - 1)
-        rows = self._rows(outside) if previous is None else previous.rows
-        received = tuple(offers[v.stage].values[v.slot] for v in values)
+        rows = _first_rows(outside) if previous is None else previous.rows
+        self._placement.check_batch(rows)
+        received = self._arriving(
+            [offers[v.stage].values[v.slot] for v in values], rows
+        )
         given = tuple(self._given_spec(value, rows) for value in outside)
         if not own:
             self._check_inputs(tuple(templates), received + given)
@@ -132,11 +136,27 @@ class StagePlanning:
             for stage in sorted(needed)
         }
 
-    def _rows(self, values: Sequence[Tensor]) -> int:
-        """Return the rows of a microbatch, by its first tensor."""
-        rows = values[0].shape[0] if values and values[0].dim() else 1
-        self._placement.check_batch(rows)
-        return rows
+    def _arriving(
+        self, offered: Sequence[TensorSpec], rows: int
+    ) -> tuple[TensorSpec, ...]:
+        """Return how offered values are to lie here, by this rank's mesh and rules.
+
+        With the sender's mesh and rules that is as they leave.
+        """
+        faults = self._placement.constraint_faults(
+            (spec.axes, spec.shape) for spec in offered if spec.axes is not None
+        )
+        if faults:
+            raise ValueError(
+                f"stage {self._stage}: expected a mesh and axis rules that fit what it "
+                "takes from other stages, got:\n  " + "\n  ".join(faults) + "\nAdd the "
+                "names to AxisRules.axes on this rank, or change its mesh."
+            )
+        layout_of = self._placement.layout_of
+        return tuple(
+            replace(spec, partition=layout_of(spec.axes, spec.shape, rows))
+            for spec in offered
+        )
 
     def _given_spec(self, value: Tensor, rows: int) -> TensorSpec:
         if value.requires_grad:
@@ -155,6 +175,11 @@ class StagePlanning:
             source = names_of_stages(producers) if producers else "the batch"
             expected = describe_all(self._expected_inputs)
             handshake.check_fits(self._stage, source, inputs, expected)
+
+
+def _first_rows(values: Sequence[Tensor]) -> int:
+    """Return the rows of a microbatch, by its first tensor."""
+    return values[0].shape[0] if values and values[0].dim() else 1
 
 
 def names_of_stages(stages: Sequence[int]) -> str:

@@ -19,6 +19,7 @@ from torch.profiler import record_function
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import MARK
 from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.mesh import Tiling
 from torch_xla_pp.runtime.memory import Shelf
 from torch_xla_pp.runtime.torch_compat import is_profiling
 from torch_xla_pp.schedule import Action
@@ -105,12 +106,20 @@ class StepRecorder:
         )
         cost.cpu_ns += cpu_ns
 
-    def note_sent(self, message: Message, values: Sequence[Tensor]) -> None:
-        """Note what has gone through the host."""
+    def note_sent(
+        self,
+        message: Message,
+        values: Sequence[Tensor],
+        there: Sequence[Tiling] | None = None,
+    ) -> None:
+        """Note what has gone through the host; `there` is how it lies on the peer."""
         layouts = [ShardLayout.of_tensor(value) for value in values]
-        sizes = [
-            math.prod(x.shard_shape) * x.dtype.itemsize * x.num_shards for x in layouts
-        ]
+        if there is None or [layout.tiling for layout in layouts] == list(there):
+            counts = [math.prod(x.shard_shape) * x.tiling.num_shards for x in layouts]
+        else:
+            counts = [math.prod(x.shape) for x in layouts]
+        pairs = zip(counts, layouts, strict=True)
+        sizes = [count * layout.dtype.itemsize for count, layout in pairs]
         self._note(Event.SENT, *message, num_bytes=sum(sizes))
 
     @contextlib.contextmanager

@@ -5,12 +5,13 @@ and the same; its *owner* is the first stage that has it. Gradients of copies ar
 up once a step (see `compile.shared`), so equal optimizers keep copies equal.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import SharedSums, accumulator
+from torch_xla_pp.mesh import Tiling
 from torch_xla_pp.plan import Wiring
 from torch_xla_pp.runtime.exchange import Exchange
 from torch_xla_pp.runtime.fingerprint import fingerprint
@@ -52,6 +53,11 @@ class SharedParameters:
             group: fingerprint(parameter, [parameter.cpu()])
             for group, parameter in self._parameters().items()
         }
+
+    def tilings(self) -> dict[str, Tiling]:
+        """Return group → how the parameter lies on this rank."""
+        parameters = self._parameters()
+        return {g: ShardLayout.of_tensor(p).tiling for g, p in parameters.items()}
 
     def copies(self, wiring: Wiring) -> set[str]:
         """Return the names of parameters that an earlier stage has, too."""
@@ -110,6 +116,10 @@ class SharedParameters:
     def _message_from(self, other: int) -> Message:
         return Message("S", self._stage, 0, other)
 
+    def _there(self, stage: int, groups: Sequence[str]) -> list[Tiling]:
+        """Return how copies lie on the rank of another stage."""
+        return [self._wired.tilings[group][stage] for group in groups]
+
     @property
     def _wired(self) -> Wiring:
         if self._wiring is None:
@@ -149,6 +159,7 @@ class SharedParameters:
                 Message("S", other, 0, self._stage),
                 self._message_from(other),
                 [self._layouts[group] for group in groups],
+                self._there(other, groups),
             )
             for other, groups in programs.others.items()
             if not self._exchange.is_own(wiring.ranks[other])

@@ -25,8 +25,15 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import Remat, StagePrograms, check_remat, tangent
 from torch_xla_pp.errors import PipelineError, StageShapeError, TransportError
 from torch_xla_pp.graph import Template
-from torch_xla_pp.mesh import AxisRules, LogicalAxes, Sharding, TensorSpec, unmatched
-from torch_xla_pp.plan import InputsFrom, StageInputs, Wiring
+from torch_xla_pp.mesh import (
+    AxisRules,
+    LogicalAxes,
+    Sharding,
+    TensorSpec,
+    Tiling,
+    unmatched,
+)
+from torch_xla_pp.plan import InputsFrom, StageInputs, Value, Wiring
 from torch_xla_pp.runtime import handshake
 from torch_xla_pp.runtime.exchange import Exchange
 from torch_xla_pp.runtime.explanation import Explanation, bytes_of, costs_of
@@ -218,6 +225,7 @@ class XlaPipelineStage(SilentStage):
                 role.removeprefix("param:"): reason
                 for role, reason in variant.programs.reduced_per_microbatch.items()
             },
+            moves=tuple(variant.links.moves()),
         )
 
     @property
@@ -362,6 +370,7 @@ class XlaPipelineStage(SilentStage):
             index=self.stage_index,
             inputs=self._inputs_from,
             shared=self._shared.describe(),
+            tilings=self._shared.tilings(),
             patterns=self._patterns,
         )
 
@@ -423,9 +432,18 @@ class XlaPipelineStage(SilentStage):
         _check_kwargs(kwargs, plans)
         number = drive.kinds.current()
         if number not in drive.plans:
-            self._pg.rendezvous.exchange("ready", None)
+            own = [s._tilings(p) for s, p in zip(stages, plans, strict=True)]
+            for told in self._pg.rendezvous.exchange("ready", own):
+                for plan in plans:
+                    plan.tilings.update(told)
         for stage, plan in zip(stages, plans, strict=True):
             stage._follow(number, plan)
+
+    def _tilings(self, plan: StagePlan) -> tuple[int, dict[Value, Tiling]]:
+        """Return the stage, and how what it takes and makes lies on this rank."""
+        held = plan.held(self._variant(plan).outputs)
+        layout = self._placement.layout
+        return plan.stage, {value: layout(x).tiling for value, x in held.items()}
 
     def _plan_of_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StagePlan:
         """Return the plan for this step; a new kind of step makes a new one."""
@@ -475,7 +493,7 @@ class XlaPipelineStage(SilentStage):
         def link(outputs: tuple[TensorSpec, ...], output: Template) -> Links:
             me = self.stage_index
             fans = {**plan.fans, me: self._wiring.fan(me, output)}
-            ends = Ends(me, plan.values, plan.received, outputs, fans)
+            ends = Ends(me, plan.values, plan.received, outputs, fans, plan.tilings)
             return Links(ends, self._exchange, self._placement)
 
         return plan.variant(self._mode, self.submod, self._placement, self._state, link)

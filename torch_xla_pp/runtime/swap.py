@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torch_xla_pp.compile import route_in, route_out
+from torch_xla_pp.mesh import Tiling
 from torch_xla_pp.runtime.exchange import Exchange
 from torch_xla_pp.transport import Message, ShardLayout
 
@@ -17,13 +18,15 @@ class Partner(NamedTuple):
         rank: Its rank in the group.
         sent: Name of what goes there.
         received: Name of what comes from there.
-        layouts: How both lie.
+        layouts: How both lie here.
+        there: How they lie on the other rank, None for alike.
     """
 
     rank: int
     sent: Message
     received: Message
     layouts: Sequence[ShardLayout]
+    there: Sequence[Tiling] | None = None
 
 
 class Swap:
@@ -46,25 +49,29 @@ class Swap:
     def routes_out(self) -> dict[str, Tensor]:
         """Return routes for what programs send."""
         return {
-            route_out(n): self._exchange.send_route(p.sent, p.rank, p.layouts)
+            route_out(n): self._exchange.send_route(p.sent, p.rank, p.layouts, p.there)
             for n, p in self._in_graph.items()
         }
 
     def routes_in(self) -> dict[str, Tensor]:
         """Return routes for what programs receive."""
         return {
-            route_in(n): self._exchange.receive_route(p.received, p.rank, p.layouts)
+            route_in(n): self._exchange.receive_route(
+                p.received, p.rank, p.layouts, p.there
+            )
             for n, p in self._in_graph.items()
         }
 
     def send(self, values: Mapping[int, Sequence[Tensor]]) -> None:
         """Send what programs do not; `values` has all of it, by partner."""
         for number, partner in self._by_python.items():
-            self._exchange.send(partner.sent, partner.rank, values[number])
+            self._exchange.send(
+                partner.sent, partner.rank, values[number], partner.there
+            )
 
     def receive(self) -> dict[int, list[Tensor]]:
         """Receive what programs do not, by partner."""
         return {
-            n: self._exchange.receive(p.received, p.rank, p.layouts)
+            n: self._exchange.receive(p.received, p.rank, p.layouts, p.there)
             for n, p in self._by_python.items()
         }

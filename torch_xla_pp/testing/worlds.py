@@ -159,7 +159,7 @@ class Worlds:
         function: Callable[..., Any],
         *,
         ranks: int,
-        devices: int = 1,
+        devices: int | Sequence[int] = 1,
         args: tuple[Any, ...] = (),
         timeout_s: float = 120.0,
         keep_workers: bool = False,
@@ -171,7 +171,7 @@ class Worlds:
         Args:
             function: A function of an importable module; its result must pickle.
             ranks: Number of ranks.
-            devices: Number of XLA devices of each rank.
+            devices: Number of XLA devices of each rank, one for all or one for each.
             args: Its arguments, equal on every rank.
             timeout_s: Limit of the whole run, in seconds. Starting workers does not
                 count.
@@ -190,9 +190,11 @@ class Worlds:
             keep_workers=keep_workers,
         )
         failed = [
-            f"--- rank {rank} of {ranks}, {devices} devices: {outcome.error}: "
+            f"--- rank {rank} of {ranks}, {count} devices: {outcome.error}: "
             f"{outcome.message}\n{outcome.traceback}"
-            for rank, outcome in enumerate(outcomes)
+            for rank, (outcome, count) in enumerate(
+                zip(outcomes, _counts(ranks, devices), strict=True)
+            )
             if outcome.error
         ]
         if failed:
@@ -204,7 +206,7 @@ class Worlds:
         function: Callable[..., Any],
         *,
         ranks: int,
-        devices: int = 1,
+        devices: int | Sequence[int] = 1,
         args: tuple[Any, ...] = (),
         timeout_s: float = 120.0,
         keep_workers: bool = False,
@@ -220,7 +222,8 @@ class Worlds:
             "args": pickle.dumps(args),
             "path": sys.path,
         }
-        workers = self._take(ranks, devices)
+        counts = _counts(ranks, devices)
+        workers = self._take(counts)
         try:
             port = _free_port()
             for rank, worker in enumerate(workers):
@@ -232,35 +235,50 @@ class Worlds:
                 worker.kill()
             raise
         keep = keep_workers or not any(outcome.error for outcome in outcomes)
-        self._put_back(workers, devices, keep)
+        self._put_back(workers, counts, keep)
         return outcomes
 
     def close(self) -> None:
         """End all workers."""
         self._close_idle(keep=0)
 
-    def _take(self, ranks: int, devices: int) -> list[_Worker]:
-        """Take idle workers, and start those that are missing."""
+    def _take(self, counts: Sequence[int]) -> list[_Worker]:
+        """Take idle workers, and start those that are missing.
+
+        Args:
+            counts: Number of devices of each rank.
+        """
+        taken = {n: self._take_idle(n, counts.count(n)) for n in dict.fromkeys(counts)}
+        used = [(count, worker) for count in taken for worker in taken[count]]
+        missing = [n for n in taken for _ in range(counts.count(n) - len(taken[n]))]
+        if missing:
+            self._close_idle(keep=max(0, _MAX_IDLE - len(counts)))
+        try:
+            for count, worker in zip(missing, _start(missing), strict=True):
+                taken[count].append(worker)
+        except BaseException:
+            for count, worker in used:
+                self._idle[count].append(worker)
+            raise
+        return [taken[count].pop(0) for count in counts]
+
+    def _take_idle(self, devices: int, ranks: int) -> list[_Worker]:
+        """Take at most `ranks` workers that have nothing to do."""
         idle = self._idle.setdefault(devices, [])
         for worker in [worker for worker in idle if not worker.is_alive()]:
             idle.remove(worker)
             worker.close()
         # Those that were used last, which have programs at hand.
         taken, idle[:] = idle[-ranks:], idle[:-ranks]
-        if len(taken) == ranks:
-            return taken
-        self._close_idle(keep=max(0, _MAX_IDLE - ranks))
-        try:
-            return taken + _start(ranks - len(taken), devices)
-        except BaseException:
-            idle += taken
-            raise
+        return taken
 
-    def _put_back(self, workers: list[_Worker], devices: int, keep: bool) -> None:
+    def _put_back(
+        self, workers: Sequence[_Worker], counts: Sequence[int], keep: bool
+    ) -> None:
         """Make workers idle again; close them if they must not or cannot be used."""
-        for worker in workers:
+        for worker, count in zip(workers, counts, strict=True):
             if keep and worker.is_alive() and worker.is_ready(GRACE_S):
-                self._idle[devices].append(worker)
+                self._idle[count].append(worker)
             else:
                 worker.close()
 
@@ -287,11 +305,22 @@ def _ensure_server(environment: dict[str, str]) -> None:
         os.environ.update(before)
 
 
-def _start(num_workers: int, devices: int) -> list[_Worker]:
-    """Start workers side by side."""
+def _counts(ranks: int, devices: int | Sequence[int]) -> list[int]:
+    """Return the number of devices of each rank."""
+    counts = [devices] * ranks if isinstance(devices, int) else list(devices)
+    if len(counts) != ranks:
+        raise ValueError(
+            f"devices: expected one number for each of {ranks} ranks, got {devices}. "
+            "Pass one number for all, or as many as there are ranks."
+        )
+    return counts
+
+
+def _start(counts: Sequence[int]) -> list[_Worker]:
+    """Start workers with these numbers of devices, side by side."""
     workers: list[_Worker] = []
     try:
-        workers += (_Worker(devices) for _ in range(num_workers))
+        workers += map(_Worker, counts)
         for worker in workers:
             if not worker.is_ready(_START_S):
                 raise WorldsFailed(

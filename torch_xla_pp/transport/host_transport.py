@@ -11,7 +11,9 @@ from torch import Tensor
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.errors import TransportError
+from torch_xla_pp.mesh import Tiling
 from torch_xla_pp.transport.inbox import Key
+from torch_xla_pp.transport.pieces import are_alike, pack_pieces, unpack_pieces
 from torch_xla_pp.transport.shards import from_bytes, to_bytes
 from torch_xla_pp.transport.stage_transport import (
     Message,
@@ -25,8 +27,8 @@ from torch_xla_pp.transport.wire import Wire
 class HostTransport:
     """Send and receive the values of stages, through the host.
 
-    A replicated value travels once. Layouts are agreed on before, so no message
-    describes itself.
+    A replicated value travels once, and so does each element of a value that lies
+    otherwise on the peer. Layouts are agreed on before, so no message describes itself.
 
     Args:
         wire: Carries the bytes.
@@ -43,7 +45,13 @@ class HostTransport:
     def settle(self) -> None:
         """Do nothing: values that were received are there."""
 
-    def send(self, message: Message, peer: int, tensors: Sequence[Tensor]) -> None:
+    def send(
+        self,
+        message: Message,
+        peer: int,
+        tensors: Sequence[Tensor],
+        there: Sequence[Tiling] | None = None,
+    ) -> None:
         """Copy `tensors` out and send them to group rank `peer`.
 
         Waits until the device has computed them, never for the peer.
@@ -53,12 +61,21 @@ class HostTransport:
             TransportError: The peer is gone.
         """
         require_values(message, tensors)
-        shards = [s for value in xla_compat.read_shards(tensors) for s in value]
-        parts = [to_bytes(shard) for shard in shards]
+        values = xla_compat.read_shards(tensors)
+        parts = [to_bytes(shard) for shards in values for shard in shards]
+        if there is not None:
+            own = [ShardLayout.of_tensor(tensor) for tensor in tensors]
+            if not are_alike(own, there):
+                sides = zip(values, own, there, strict=True)
+                parts = [pack_pieces(shards, x.tiling, far) for shards, x, far in sides]
         self._wire.send(peer, _key(message), None, parts)
 
     def recv(
-        self, message: Message, peer: int, layouts: Sequence[ShardLayout]
+        self,
+        message: Message,
+        peer: int,
+        layouts: Sequence[ShardLayout],
+        there: Sequence[Tiling] | None = None,
     ) -> list[Tensor]:
         """Wait for the values of `message` from group rank `peer`.
 
@@ -73,18 +90,23 @@ class HostTransport:
         if peer == self._wire.rank and not self._wire.has_arrived(ticket):
             raise not_sent_yet(message)
         parts = self._wire.receive(ticket).parts
-        _check(message, peer, parts, layouts)
-        left = iter(parts)
-        return [
-            xla_compat.from_local_shards(
+        if there is None or are_alike(layouts, there):
+            _check(message, peer, parts, [_shard_bytes(x) for x in layouts])
+            left = iter(parts)
+            shards = [
                 [
                     from_bytes(next(left), layout.shard_shape, layout.dtype)
-                    for _ in range(layout.num_shards)
-                ],
-                layout.sharding,
-                layout.shape,
-            )
-            for layout in layouts
+                    for _ in range(layout.tiling.num_shards)
+                ]
+                for layout in layouts
+            ]
+        else:
+            _check(message, peer, parts, [[_num_bytes(x, x.shape)] for x in layouts])
+            sides = zip(parts, layouts, there, strict=True)
+            shards = [unpack_pieces(part, layout, far) for part, layout, far in sides]
+        return [
+            xla_compat.from_local_shards(found, layout.sharding, layout.shape)
+            for found, layout in zip(shards, layouts, strict=True)
         ]
 
 
@@ -92,20 +114,24 @@ def _key(message: Message) -> Key:
     return (message.title,)
 
 
+def _num_bytes(layout: ShardLayout, shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel() * layout.dtype.itemsize
+
+
+def _shard_bytes(layout: ShardLayout) -> list[int]:
+    return [_num_bytes(layout, layout.shard_shape)] * layout.tiling.num_shards
+
+
 def _check(
     message: Message,
     peer: int,
     parts: Sequence[Tensor],
-    layouts: Sequence[ShardLayout],
+    sizes: Sequence[Sequence[int]],
 ) -> None:
-    expected = [
-        torch.Size(layout.shard_shape).numel() * layout.dtype.itemsize
-        for layout in layouts
-        for _ in range(layout.num_shards)
-    ]
+    expected = [size for of_value in sizes for size in of_value]
     got = [part.numel() for part in parts]
     if expected != got:
         raise TransportError(
             f"recv {message.title} from rank {peer}: expected parts of {expected} "
-            f"bytes, got {got}. Use the same mesh, sharding and schedule on both ranks."
+            f"bytes, got {got}. Use the same model, split and schedule on both ranks."
         )

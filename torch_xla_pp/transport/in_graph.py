@@ -11,7 +11,9 @@ results nobody uses would be dropped. The sum of tokens keeps all their ops.
 
 The *route*, an operand, says where to and which message, so a program is compiled once
 for all microbatches, peers and steps. Of a value that several devices hold alike, one
-device sends and all of the receiver's devices read the one message.
+device sends and all of the receiver's devices read the one message. Where the peer
+lays a value out in another way, the route lists the pieces of `mesh.reshard`; each
+device then sends its own and takes what it needs from the messages of all.
 
 Laws:
 
@@ -33,7 +35,9 @@ from torch import Tensor
 
 from torch_xla_pp import env, xla_compat
 from torch_xla_pp.errors import TransportError, TransportTimeout
+from torch_xla_pp.mesh import Tiling
 from torch_xla_pp.transport import native
+from torch_xla_pp.transport.pieces import are_alike, piece_table
 from torch_xla_pp.transport.rendezvous import Rendezvous
 from torch_xla_pp.transport.stage_transport import (
     DIRECTIONS,
@@ -49,7 +53,7 @@ _GRACE_S = 30.0
 _NEVER = (1 << 63) - 1
 _MAX_READABLE = 160
 _TOKEN_SHAPE = (1,)
-_RouteKey = tuple[int, Message, tuple[Any, ...]]
+_RouteKey = tuple[int, Message, tuple[Any, ...], tuple[Any, ...] | None]
 
 _logger = logging.getLogger(__name__)
 
@@ -78,7 +82,7 @@ def send_op(
                 f"send: expected {layout}, got {value.dtype} {list(value.shape)}. "
                 "Send what the receiver was told to expect."
             )
-    target = _target("send", layouts)
+    target = _target("send", route, layouts)
     native.register_target(target, "send")
     shards = [
         xla_compat.to_shards(value, layout.sharding)
@@ -102,7 +106,7 @@ def receive_op(
     Returns:
         The values, and the token, which the program must return.
     """
-    target = _target("recv", layouts)
+    target = _target("recv", route, layouts)
     native.register_target(target, "receive")
     *shards, token = xla_compat.custom_call(
         target,
@@ -126,8 +130,32 @@ def _whole(route: Tensor) -> Tensor:
     return xla_compat.to_shards(route, xla_compat.replicated_sharding())
 
 
-def _target(kind: str, layouts: Sequence[ShardLayout]) -> str:
-    text = "; ".join(map(str, layouts))
+def _alike(layouts: Sequence[ShardLayout]) -> list[int]:
+    """Return the rest of a route between devices of equal numbers."""
+    tilings = [layout.tiling for layout in layouts]
+    owners = [owner for tiling in tilings for owner in tiling.owners]
+    return [digest(layouts, tilings), len(tilings[0].tiles), 0, 0, *owners]
+
+
+def _in_pieces(
+    layouts: Sequence[ShardLayout], there: Sequence[Tiling], *, is_receive: bool
+) -> list[int]:
+    """Return the rest of a route on which values are laid out anew."""
+    tilings = [layout.tiling for layout in layouts]
+    source, destination = (there, tilings) if is_receive else (tilings, there)
+    depth, rows = piece_table(layouts, there, is_receive=is_receive)
+    return [
+        digest(layouts, source, destination),
+        len(tilings[0].tiles),
+        len(source[0].tiles),
+        depth,
+        *(tile for tiling in tilings for tile in tiling.tiles),
+        *rows,
+    ]
+
+
+def _target(kind: str, route: Tensor, layouts: Sequence[ShardLayout]) -> str:
+    text = "; ".join([f"route {route.numel()}", *map(str, layouts)])
     if len(text) > _MAX_READABLE:
         text = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     return f"torch_xla_pp.{kind}({text})"
@@ -182,7 +210,13 @@ class InGraphTransport:
         self.engine.expect(peer, direction, message.stage, message.origin)
         self._connect(peer)
 
-    def send(self, message: Message, peer: int, tensors: Sequence[Tensor]) -> None:
+    def send(
+        self,
+        message: Message,
+        peer: int,
+        tensors: Sequence[Tensor],
+        there: Sequence[Tiling] | None = None,
+    ) -> None:
         """Enqueue a program that sends `tensors` to group rank `peer`.
 
         Raises:
@@ -190,11 +224,15 @@ class InGraphTransport:
             TransportError: An earlier message has failed.
         """
         layouts = [ShardLayout.of_tensor(tensor) for tensor in tensors]
-        route = self.send_route(message, peer, layouts)
+        route = self.send_route(message, peer, layouts, there)
         xla_compat.materialize([send_op(route, tensors, layouts)])
 
     def recv(
-        self, message: Message, peer: int, layouts: Sequence[ShardLayout]
+        self,
+        message: Message,
+        peer: int,
+        layouts: Sequence[ShardLayout],
+        there: Sequence[Tiling] | None = None,
     ) -> list[Tensor]:
         """Enqueue a program that receives the values of `message`, and return them.
 
@@ -203,7 +241,7 @@ class InGraphTransport:
             TransportError: An earlier message has failed, or `peer` is this rank and
                 has not sent the message yet.
         """
-        route = self.receive_route(message, peer, layouts)
+        route = self.receive_route(message, peer, layouts, there)
         values, token = receive_op(route, layouts)
         xla_compat.materialize([*values, token])
         return values
@@ -256,17 +294,25 @@ class InGraphTransport:
         raise error
 
     def send_route(
-        self, message: Message, peer: int, layouts: Sequence[ShardLayout]
+        self,
+        message: Message,
+        peer: int,
+        layouts: Sequence[ShardLayout],
+        there: Sequence[Tiling] | None = None,
     ) -> Tensor:
         """Return the route operand for the next send of `message`."""
         require_values(message, layouts)
         self.check()
         self._connect(peer)
         self._sent[peer, message] += 1
-        return self._route(message, peer, layouts)
+        return self._route(message, peer, layouts, there, is_receive=False)
 
     def receive_route(
-        self, message: Message, peer: int, layouts: Sequence[ShardLayout]
+        self,
+        message: Message,
+        peer: int,
+        layouts: Sequence[ShardLayout],
+        there: Sequence[Tiling] | None = None,
     ) -> Tensor:
         """Return the route operand for the next receive of `message`."""
         require_values(message, layouts)
@@ -276,22 +322,32 @@ class InGraphTransport:
         if peer == self._rendezvous.rank and number >= self._sent[peer, message]:
             raise not_sent_yet(message)
         self._received[peer, message] += 1
-        return self._route(message, peer, layouts)
+        return self._route(message, peer, layouts, there, is_receive=True)
 
     def _route(
-        self, message: Message, peer: int, layouts: Sequence[ShardLayout]
+        self,
+        message: Message,
+        peer: int,
+        layouts: Sequence[ShardLayout],
+        there: Sequence[Tiling] | None,
+        *,
+        is_receive: bool,
     ) -> Tensor:
         """Return the operand for a message, which is uploaded once a generation."""
-        shapes = tuple((x.shape, x.dtype, x.tiles) for x in layouts)
-        key = (peer, message, shapes)
+        if there is not None and are_alike(layouts, there):
+            there = None
+        here = tuple((x.dtype, x.tiling) for x in layouts)
+        far = None if there is None else (is_receive, *there)
+        key = (peer, message, here, far)
         if key not in self._routes:
-            self._routes[key] = self._new_route(message, peer, layouts)
+            if there is None:
+                content = _alike(layouts)
+            else:
+                content = _in_pieces(layouts, there, is_receive=is_receive)
+            self._routes[key] = self._new_route(message, peer, content)
         return self._routes[key]
 
-    def _new_route(
-        self, message: Message, peer: int, layouts: Sequence[ShardLayout]
-    ) -> Tensor:
-        owners = (owner for layout in layouts for owner in layout.owners)
+    def _new_route(self, message: Message, peer: int, content: list[int]) -> Tensor:
         fields = [
             self.engine.id,
             self._generation,
@@ -300,8 +356,7 @@ class InGraphTransport:
             message.stage,
             message.origin,
             message.microbatch,
-            digest(layouts),
-            *owners,
+            *content,
         ]
         return xla_compat.replicate(torch.tensor(fields, dtype=torch.int64))
 

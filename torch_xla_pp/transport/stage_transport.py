@@ -1,8 +1,9 @@
 """What stages on different ranks send each other, and who may carry it.
 
 Two transports keep the same protocol. `in_graph` sends from inside the XLA programs,
-`host` copies through the host program; a device's shard goes to the paired device of
-the peer's world in both.
+`host` copies through the host program. In both a device's shard goes to the paired
+device of the peer's world where a value lies alike on the two, and else in the pieces
+that `mesh.reshard` plans.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.errors import TransportError
-from torch_xla_pp.mesh import OpShardingArgs, parse_sharding
+from torch_xla_pp.mesh import OpShardingArgs, Tiling, parse_sharding
 
 Direction = Literal["F", "B", "S"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
@@ -52,18 +53,14 @@ class ShardLayout(NamedTuple):
     """Describe a value so that its receiver can build it.
 
     Attributes:
-        shape: Shape of the whole value.
         dtype: Its dtype.
-        sharding: Its sharding on the receiver's devices.
-        shard_shape: Shape of one device's part, padding included.
-        tiles: For each device, which part of the value it holds.
+        sharding: Its sharding on this rank's devices.
+        tiling: Which part of it each of these devices holds.
     """
 
-    shape: tuple[int, ...]
     dtype: torch.dtype
     sharding: Any
-    shard_shape: tuple[int, ...]
-    tiles: tuple[int, ...]
+    tiling: Tiling
 
     @classmethod
     def of_sharding(
@@ -75,11 +72,9 @@ class ShardLayout(NamedTuple):
             ValueError: The sharding is not one over all local devices.
         """
         return cls(
-            shape=tuple(shape),
             dtype=dtype,
             sharding=xla_compat.sharding_from_args(*args),
-            shard_shape=args.shard_shape(shape),
-            tiles=args.tile_of_device(xla_compat.num_local_devices()),
+            tiling=args.tiling(shape, xla_compat.num_local_devices()),
         )
 
     @classmethod
@@ -89,23 +84,29 @@ class ShardLayout(NamedTuple):
         return cls.of_sharding(tensor.shape, tensor.dtype, parse_sharding(text))
 
     @property
-    def num_shards(self) -> int:
-        """Return the number of devices that hold something of their own."""
-        return len(self.tiles) if any(self.tiles) else 1
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the whole value."""
+        return self.tiling.shape
 
     @property
-    def owners(self) -> tuple[int, ...]:
-        """Return for each device the lowest one that holds the same part."""
-        return tuple(self.tiles.index(tile) for tile in self.tiles)
+    def shard_shape(self) -> tuple[int, ...]:
+        """Return the shape of one device's part, padding included."""
+        return self.tiling.shard_shape
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{dtype}{list(self.shape)} as {list(self.shard_shape)}"
 
 
-def digest(layouts: Sequence[ShardLayout]) -> int:
-    """Return a number that differs where two ranks lay values out differently."""
-    parts = [(v.shape, str(v.dtype), v.shard_shape, v.tiles) for v in layouts]
+def digest(layouts: Sequence[ShardLayout], *tilings: Sequence[Tiling]) -> int:
+    """Return a number that differs where two ranks take a message differently.
+
+    Args:
+        layouts: How the values lie on this rank, of which only the dtypes count.
+        *tilings: How they lie, on the sender and, if not alike, on the receiver.
+    """
+    sides = [[(x.shape, x.grid, x.tiles) for x in side] for side in tilings]
+    parts = [str(layout.dtype) for layout in layouts], sides
     data = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(data, "big", signed=True)
 
@@ -126,8 +127,21 @@ class StageTransport(Protocol):
         They may differ from it by the microbatch.
         """
 
-    def send(self, message: Message, peer: int, tensors: Sequence[Tensor]) -> None:
+    def send(
+        self,
+        message: Message,
+        peer: int,
+        tensors: Sequence[Tensor],
+        there: Sequence[Tiling] | None = None,
+    ) -> None:
         """Send `tensors` to group rank `peer`.
+
+        Args:
+            message: Their name.
+            peer: Who gets them.
+            tensors: What to send.
+            there: How they are to lie on the peer's devices, None for as they lie
+                here.
 
         Raises:
             ValueError: There are none, or the transport cannot carry them.
@@ -135,9 +149,19 @@ class StageTransport(Protocol):
         """
 
     def recv(
-        self, message: Message, peer: int, layouts: Sequence[ShardLayout]
+        self,
+        message: Message,
+        peer: int,
+        layouts: Sequence[ShardLayout],
+        there: Sequence[Tiling] | None = None,
     ) -> list[Tensor]:
         """Return the values of `message` from group rank `peer`, perhaps pending.
+
+        Args:
+            message: Their name.
+            peer: Who sends them.
+            layouts: How they are to lie on this rank's devices.
+            there: How they lie on the peer's, None for alike.
 
         Raises:
             TransportError: The message differs from `layouts`, the peer is gone, or

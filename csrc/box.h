@@ -1,0 +1,60 @@
+// Copies rectangular parts of dense arrays to and from messages.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+#include <vector>
+
+namespace xla_pp {
+
+// A part of an array: runs of bytes at regular distances. In a message the runs lie
+// one after the other.
+struct Box {
+  struct Level {
+    size_t count = 0;
+    size_t distance = 0;  // in bytes
+  };
+  size_t offset = 0;          // of the first run
+  size_t run = 0;             // bytes
+  std::vector<Level> levels;  // outermost first
+
+  size_t size() const {
+    size_t size = run;
+    for (const Level& level : levels) size *= level.count;
+    return size;
+  }
+};
+
+// Calls `copy` with the place of each run in the array and in the message.
+template <typename Copy>
+void ForEachRun(const Box& box, const Copy& copy) {
+  if (!box.size()) return;
+  std::vector<size_t> index(box.levels.size(), 0);
+  size_t place = box.offset;
+  for (size_t done = 0;; done += box.run) {
+    copy(place, done);
+    size_t level = box.levels.size();
+    for (; level > 0; --level) {
+      const Box::Level& current = box.levels[level - 1];
+      place += current.distance;
+      if (++index[level - 1] < current.count) break;
+      place -= current.distance * current.count;
+      index[level - 1] = 0;
+    }
+    if (level == 0) return;
+  }
+}
+
+inline void Pack(const char* array, const Box& box, char* message) {
+  ForEachRun(box, [&](size_t place, size_t done) {
+    std::memcpy(message + done, array + place, box.run);
+  });
+}
+
+inline void Unpack(const char* message, const Box& box, char* array) {
+  ForEachRun(box, [&](size_t place, size_t done) {
+    std::memcpy(array + place, message + done, box.run);
+  });
+}
+
+}  // namespace xla_pp

@@ -1,0 +1,86 @@
+"""Messages between ranks on which values lie differently, cut as `mesh.reshard` says.
+
+Both sides work out the same pieces from the two tilings, so a message needs no
+description of them. `there` is always how values lie on the peer's devices.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_xla_pp.mesh import Runs, Tiling, reshard
+from torch_xla_pp.transport.shards import from_bytes, to_bytes
+from torch_xla_pp.transport.stage_transport import ShardLayout
+
+
+def are_alike(layouts: Sequence[ShardLayout], there: Sequence[Tiling] | None) -> bool:
+    """Return whether each device just needs the shard of the peer's same device.
+
+    Args:
+        layouts: How the values lie on this rank.
+        there: How they lie on the peer, None for the same.
+    """
+    return there is None or [layout.tiling for layout in layouts] == list(there)
+
+
+def piece_table(
+    layouts: Sequence[ShardLayout], there: Sequence[Tiling], *, is_receive: bool
+) -> tuple[int, list[int]]:
+    """Return the pieces of a message as they lie on this rank's devices.
+
+    Returns:
+        How many levels each piece has, and the rows of csrc/handlers.cc: for each
+        piece tensor, source, tile, offset and run in bytes, then the levels.
+    """
+    rows = []
+    for number, (layout, far) in enumerate(zip(layouts, there, strict=True)):
+        own, size = layout.tiling, layout.dtype.itemsize
+        for piece in reshard(far, own) if is_receive else reshard(own, far):
+            home = own.box(piece.tile if is_receive else own.tiles[piece.source])
+            runs = Runs.of(piece.box.within(home), own.shard_shape)
+            head = [number, piece.source, piece.tile]
+            head += [runs.offset * size, runs.length * size]
+            rows.append((head, [(n, distance * size) for n, distance in runs.levels]))
+    depth = max((len(levels) for _, levels in rows), default=0)
+    table: list[int] = []
+    for head, levels in rows:
+        padded = [*levels, *[(1, 0)] * (depth - len(levels))]
+        table += [*head, *(number for level in padded for number in level)]
+    return depth, table
+
+
+def pack_pieces(shards: Sequence[Tensor], own: Tiling, there: Tiling) -> Tensor:
+    """Return the bytes of all pieces of a value, each element once.
+
+    Args:
+        shards: Each device's shard on the host, or the one that all hold.
+        own: How the value lies on this rank.
+        there: How it lies on the peer.
+    """
+    parts = []
+    for piece in reshard(own, there):
+        shard = shards[piece.source if len(shards) > 1 else 0]
+        home = own.box(own.tiles[piece.source])
+        parts.append(shard[piece.box.within(home).slices].reshape(-1))
+    empty = shards[0].new_empty(0)
+    return to_bytes(torch.cat(parts) if parts else empty)
+
+
+def unpack_pieces(data: Tensor, layout: ShardLayout, there: Tiling) -> list[Tensor]:
+    """Return each device's shard of a value, or the one that all hold.
+
+    Args:
+        data: What the peer's `pack_pieces` returned.
+        layout: How the value lies on this rank.
+        there: How it lies on the peer.
+    """
+    own = layout.tiling
+    tiles = {t: torch.zeros(own.shard_shape, dtype=layout.dtype) for t in own.tiles}
+    values, first = from_bytes(data, (-1,), layout.dtype), 0
+    for piece in reshard(there, own):
+        end = first + piece.box.num_elements
+        place = piece.box.within(own.box(piece.tile)).slices
+        tiles[piece.tile][place] = values[first:end].reshape(piece.box.sizes)
+        first = end
+    return [tiles[tile] for tile in own.tiles][: own.num_shards]
