@@ -20,6 +20,7 @@ from torch_xla_pp.graph import (
     check_split_spec,
     describe,
     finish,
+    indexing_by_tensors,
     parameter_names,
     prepare,
     sharding_outputs,
@@ -232,6 +233,7 @@ def pipeline(
 
     with (
         marking_checkpoints(),
+        indexing_by_tensors(),
         untied(module, names),
         sharding_outputs(module, activations),
     ):

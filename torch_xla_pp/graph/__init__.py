@@ -26,6 +26,7 @@ from torch_xla_pp.graph.stage_graph import (
     StageValue,
 )
 from torch_xla_pp.graph.template import Slot, Template
+from torch_xla_pp.graph.vmaps import indexing_by_tensors
 
 __all__ = [
     "SHARD",
@@ -42,6 +43,7 @@ __all__ = [
     "check_split_spec",
     "describe",
     "finish",
+    "indexing_by_tensors",
     "parameter_names",
     "pipeline_yield",
     "prepare",
