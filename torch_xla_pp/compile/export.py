@@ -30,7 +30,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._decomp import get_decompositions
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -171,14 +171,22 @@ class _Captures(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _replace(self, value: Any) -> Any:
-        # What belongs to the trace is of a subclass, or wrapped by vmap.
-        if type(value) not in (Tensor, nn.Parameter) or is_wrapped(value):
+        if not isinstance(value, Tensor) or _is_of_trace(value):
             return value
         if id(value) in self._inputs:
             return self._inputs[id(value)]
         if not any(value is known for known in self.found):
             self.found.append(value)
         return value
+
+
+def _is_of_trace(value: Tensor) -> bool:
+    """Return whether a trace made a tensor: of a subclass, or wrapped by vmap."""
+    return (
+        type(value) not in (Tensor, nn.Parameter)
+        or is_functorch_wrapped_tensor(value)
+        or torch._is_functional_tensor(value)
+    )
 
 
 class _TensorsOnly(nn.Module):
@@ -331,6 +339,8 @@ def _export(module: nn.Module, args: list[Tensor]) -> Any:
         marking_checkpoints(),
         torch.set_grad_enabled(True),
         tracing(TracingContext(fake)),
+        # So that modules do not choose by values.
+        mock.patch.object(torch.compiler, "_is_compiling_flag", True),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
