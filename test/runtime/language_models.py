@@ -301,9 +301,7 @@ def compare_step(
 ) -> None:
     """Compare outputs, losses and gradients."""
     outputs = [reference(**part) for part in parts]
-    expected = [
-        loss_fn(x, y) for x, y in zip(outputs, target.split(ROWS), strict=True)
-    ]
+    expected = [loss_fn(x, y) for x, y in zip(outputs, target.split(ROWS), strict=True)]
     torch.stack(expected).mean().backward()
     for index, loss in enumerate(losses):
         report.compare(f"loss {index}", loss, expected[index])

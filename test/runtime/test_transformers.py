@@ -39,9 +39,7 @@ def run(worlds: Worlds, job: Job) -> list[Report]:
         ("mixtral", []),
     ],
 )
-def test_two_ranks(
-    worlds: Worlds, model: str, shared: list[tuple[int, ...]]
-) -> None:
+def test_two_ranks(worlds: Worlds, model: str, shared: list[tuple[int, ...]]) -> None:
     assert run(worlds, Job(model=model))[0].shared == shared
 
 
