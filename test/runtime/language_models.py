@@ -308,6 +308,8 @@ def compare_step(
     if stage.is_last:
         logits = output if isinstance(output, Tensor) else output.logits
         report.compare("logits", logits, torch.cat([x.logits for x in outputs]))
+    if getattr(output, "loss", None) is not None:
+        report.compare("losses", output.loss, torch.stack(expected))
     named = dict(reference.named_parameters(remove_duplicate=False))
     for name, parameter in stage.submod.named_parameters():
         report.compare(name, parameter.grad, named[name].grad)
