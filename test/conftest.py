@@ -13,6 +13,8 @@ settings.load_profile("untimed")
 # For tests in this process; worlds choose their own. Read when torch_xla is loaded.
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ["CPU_NUM_DEVICES"] = "2"
+# Models are built from configurations.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 from torch_xla_pp.testing import Worlds  # noqa: E402
 

@@ -76,6 +76,15 @@ def test_the_page_on_replicas_runs(tmp_path: Path) -> None:
     assert len(set(losses)) == 1
 
 
+def test_the_page_on_transformers_runs(tmp_path: Path) -> None:
+    script = tmp_path / "llama.py"
+    script.write_text(python_blocks(ROOT / "docs" / "transformers.md"))
+    printed = torchrun(script, ranks=2, devices=2)
+    losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", printed)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+
+
 def test_links_in_the_pages_lead_somewhere() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
     for page in pages:

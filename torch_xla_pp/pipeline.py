@@ -22,6 +22,7 @@ from torch_xla_pp.graph import (
     check_split_spec,
     describe,
     finish,
+    indexing_by_tensors,
     parameter_names,
     prepare,
     record_resets,
@@ -237,6 +238,7 @@ def pipeline(
     with (
         marking_checkpoints(),
         as_on_host(module) as faked,
+        indexing_by_tensors(),
         untied(module, names),
         sharding_outputs(module, activations),
     ):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from compile.stages import Compiled, close
 from torch import Tensor, nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn import functional as F
 
 from torch_xla_pp import xla_compat
@@ -256,3 +257,37 @@ class Writing(nn.Module):
 def test_a_forward_must_not_update_parameters(mesh: Any) -> None:
     with pytest.raises(PipelineError, match="only updates buffers in place.*weight"):
         Compiled(Writing(), [torch.zeros(4, 4)], mesh)
+
+
+class Masking(nn.Module):
+    """Makes a mask as transformers does, and looks at values only outside of traces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.limit = torch.tensor(6)
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and kept.all():
+            return self.linear(x)
+        places = torch.arange(8, device=x.device)
+        with TransformGetItemToIndex():
+            is_seen = torch.vmap(lambda i: kept[i] & (i < self.limit))
+            mask = is_seen(places)
+        rows = torch.vmap(lambda row, n: row * n + row.sum())
+        return rows(self.linear(x), torch.arange(4.0, device=x.device)) * mask
+
+
+def test_vmap_is_traced_and_modules_know_that_they_are_compiled(mesh: Any) -> None:
+    torch.manual_seed(0)
+    module, x, kept = Masking(), torch.randn(4, 8), torch.arange(8) > 1
+    compiled = Compiled(module, [x.requires_grad_(), kept], mesh)
+    result = compiled.forward([compiled.upload(x), compiled.upload(kept)])
+    expected = module(x, kept)
+    assert close(result.outputs[0], expected)
+    expected.sum().backward()
+    result.live["tangent:0"] = compiled.upload(torch.ones(4, 8))
+    sums = compiled.zero_sums()
+    grads, sums = compiled.programs.backward({**compiled.fixed, **sums}, result.live)
+    assert close(grads[0], x.grad)
+    assert close(sums["sum:param:linear.weight"], module.linear.weight.grad)

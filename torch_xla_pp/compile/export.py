@@ -30,7 +30,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._decomp import get_decompositions
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -51,7 +51,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_xla_pp.errors import PipelineError
-from torch_xla_pp.graph import SHARD, Template, axes_of, shard, shard_in_graph
+from torch_xla_pp.graph import SHARD, Template, axes_of
 from torch_xla_pp.mesh import LogicalAxes
 
 _WRAPPED = "module."
@@ -148,8 +148,6 @@ def is_random(node: fx.Node) -> bool:
 class _Captures(TorchFunctionMode):
     """Put inputs of a trace in place of tensors that it reads from elsewhere.
 
-    Calls of `shard` become operators of the graph.
-
     Args:
         inputs: Pairs of a tensor from elsewhere and the input that stands for it.
 
@@ -166,19 +164,27 @@ class _Captures(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         args, kwargs = pytree.tree_map(self._replace, (args, kwargs or {}))
-        if function is shard:
-            function = shard_in_graph
         return function(*args, **kwargs)
 
     def _replace(self, value: Any) -> Any:
-        # What belongs to the trace is of a subclass, or wrapped by vmap.
-        if type(value) not in (Tensor, nn.Parameter) or is_wrapped(value):
+        if not isinstance(value, Tensor) or _is_of_trace(value):
             return value
         if id(value) in self._inputs:
             return self._inputs[id(value)]
         if not any(value is known for known in self.found):
             self.found.append(value)
         return value
+
+
+def _is_of_trace(value: Tensor) -> bool:
+    """Return whether a trace made a tensor: of a subclass, or wrapped, e.g. by vmap.
+
+    XLA tensors are wrapped, too, but around another XLA tensor.
+    """
+    if torch._is_functional_tensor(value):
+        value = torch._from_functional_tensor(value)
+    is_plain = type(value) in (Tensor, nn.Parameter)
+    return not is_plain or is_functorch_wrapped_tensor(value)
 
 
 class _TensorsOnly(nn.Module):
@@ -331,6 +337,8 @@ def _export(module: nn.Module, args: list[Tensor]) -> Any:
         marking_checkpoints(),
         torch.set_grad_enabled(True),
         tracing(TracingContext(fake)),
+        # So that modules do not choose by values, and `shard` is an operator.
+        mock.patch.object(torch.compiler, "_is_compiling_flag", True),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")

@@ -35,6 +35,7 @@ from torch_xla_pp.graph.stage_graph import (
     StageValue,
 )
 from torch_xla_pp.graph.template import Slot, Template
+from torch_xla_pp.graph.vmaps import indexing_by_tensors
 
 __all__ = [
     "SHARD",
@@ -56,6 +57,7 @@ __all__ = [
     "finish",
     "lacking",
     "materialize",
+    "indexing_by_tensors",
     "parameter_names",
     "pipeline_yield",
     "prepare",

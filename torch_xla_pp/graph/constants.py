@@ -51,23 +51,42 @@ def _constants(traced: fx.GraphModule, written: Sequence[Written]) -> list[fx.No
     changing = {
         op
         for memory in written
-        if any(op.target is not _DETACH for op in memory.accesses)
+        if not _is_written_in_order(memory)
         for op in (memory.root, *memory.accesses, *memory.readers)
     }
+    writes = {op for memory in written for op in memory.accesses}
     found: dict[fx.Node, None] = {}
     for node in traced.graph.nodes:
         inputs = node.all_input_nodes
-        if node not in changing and _is_repeatable(node):
+        if node not in changing and _is_repeatable(node, writes):
             if all(x in found or _is_fixed(traced, x, changing) for x in inputs):
                 found[node] = None
     return list(found)
 
 
-def _is_repeatable(node: fx.Node) -> bool:
+def _is_written_in_order(memory: Written) -> bool:
+    """Return whether the edges of the graph tell all about how memory is written.
+
+    So they do if each access is the only user of the one before it. A buffer lives on
+    beyond the graph: torch.export's mark is all that may be done to it.
+    """
+    if all(op.target is _DETACH for op in memory.accesses):
+        return True
+    chain = zip((memory.root, *memory.accesses), memory.accesses, strict=False)
+    return (
+        not memory.is_buffer
+        and not memory.readers
+        and all(list(source.users) == [write] for source, write in chain)
+    )
+
+
+def _is_repeatable(node: fx.Node, writes: set[fx.Node]) -> bool:
     if is_getitem(node):
         return True
-    if not isinstance(node.target, OpOverload) or node.is_impure():
-        return node.target is _DETACH
+    if not isinstance(node.target, OpOverload):
+        return False
+    if node.is_impure() and node not in writes:
+        return False
     return torch.Tag.nondeterministic_seeded not in node.target.tags
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from torch_xla_pp.mesh import first_match
 
@@ -85,9 +84,6 @@ def shard(value: Tensor, *axes: str | None) -> Tensor:
         )
     if torch.compiler.is_compiling():
         return shard_in_graph(value, *axes)
-    if has_torch_function_unary(value):
-        # So a trace that is no compiler's can put `shard_in_graph` in place.
-        return handle_torch_function(shard, (value,), value, *axes)  # type: ignore[no-any-return]
     return value
 
 

@@ -26,9 +26,10 @@ from torch_xla_pp.graph.assign import (
 from torch_xla_pp.graph.constants import copy_constants
 from torch_xla_pp.graph.marks import YIELD
 from torch_xla_pp.graph.mutation import Written, name_writes, written_memory
-from torch_xla_pp.graph.regions import check_bodies, flatten_vmaps, inline_contexts
+from torch_xla_pp.graph.regions import check_bodies, inline_contexts
 from torch_xla_pp.graph.signature import CallSpec
 from torch_xla_pp.graph.stage_graph import check_connections
+from torch_xla_pp.graph.vmaps import flatten_vmaps
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Parts of a traced graph that hold ops apart: bodies of control flow, and vmap.
+"""Parts of a traced graph that hold ops apart: bodies of operators.
 
 Only the top level of a graph can be cut into stages.
 """
@@ -8,16 +8,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch import predispatch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_xla_pp.errors import PlanError
 
 _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
-_ENTER = predispatch._vmap_increment_nesting
-_LEAVE = predispatch._vmap_decrement_nesting
-_LOAD = predispatch.lazy_load_decompositions
 
 
 def inline_contexts(traced: fx.GraphModule) -> None:
@@ -46,7 +41,7 @@ def _inline_body(
     inline_contexts(body)
     if body.graph.find_nodes(op="get_attr"):
         return
-    results = _inline(traced, body, node, inputs)
+    results = inline(traced, body, node, inputs)
     if detaches:
         results = [r if r in inputs else _detached(r, node) for r in results]
     for user in list(node.users):
@@ -110,70 +105,7 @@ def _holds(body: fx.GraphModule, marks: Sequence[Any]) -> bool:
     return any(node.target in marks for graph in graphs for node in graph.nodes)
 
 
-def flatten_vmaps(traced: fx.GraphModule, marks: Sequence[Any]) -> None:
-    """Replace vmapped ops by ops on whole batches, where marks may come between.
-
-    An exported graph keeps `torch.vmap` as a region of ops on single elements, which
-    has to stay in one piece. A region is left alone if it would.
-    """
-    graph = traced.graph
-    yields, _split_mark = marks
-    has_yields = any(node.target is yields for node in graph.nodes)
-    for region in _vmap_regions(graph):
-        if has_yields or any(node.target in marks for node in region):
-            _flatten(traced, region)
-            graph.lint()  # type: ignore[no-untyped-call]
-
-
-def _vmap_regions(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Return the nodes of each outermost vmap, with those that begin and end it."""
-    regions: list[list[fx.Node]] = []
-    depth = 0
-    for node in graph.nodes:
-        if node.target is _ENTER:
-            if depth == 0:
-                regions.append([])
-            depth += 1
-        if depth:
-            regions[-1].append(node)
-        if node.target is _LEAVE:
-            depth -= 1
-    return regions
-
-
-def _flatten(traced: fx.GraphModule, region: Sequence[fx.Node]) -> None:
-    graph = traced.graph
-    inside = set(region)
-    inputs = list(
-        dict.fromkeys(x for n in region for x in n.all_input_nodes if x not in inside)
-    )
-    outputs = [n for n in region if any(u not in inside for u in n.users)]
-    body = _body_of(traced, region, inputs, outputs)
-    flat = make_fx(body)(*(node.meta["val"] for node in inputs))
-    results = _inline(traced, flat, region[0], inputs)
-    for node, result in zip(outputs, results, strict=True):
-        node.replace_all_uses_with(result)
-    for node in reversed(region):
-        graph.erase_node(node)
-
-
-def _body_of(
-    traced: fx.GraphModule,
-    region: Sequence[fx.Node],
-    inputs: Sequence[fx.Node],
-    outputs: Sequence[fx.Node],
-) -> fx.GraphModule:
-    """Return a module of a region's ops."""
-    graph = fx.Graph()
-    copies = {node: graph.placeholder(node.name) for node in inputs}
-    graph.call_function(_LOAD)
-    for node in region:
-        copies[node] = graph.node_copy(node, lambda x: copies[x])
-    graph.output([copies[node] for node in outputs])
-    return fx.GraphModule(traced, graph)
-
-
-def _inline(
+def inline(
     traced: fx.GraphModule,
     body: fx.GraphModule,
     place: fx.Node,

@@ -464,8 +464,10 @@ class XlaPipelineStage(SilentStage):
         drive = self._drives[self._driver()]
         self._current = plan
         if self.is_last and not drive.is_merge_given:
-            output = self._variant(plan).programs.output_template
-            merge_outputs_as(self._driver(), output)
+            variant = self._variant(plan)
+            shapes = [spec.shape for spec in variant.outputs]
+            template = variant.programs.output_template
+            merge_outputs_as(self._driver(), template, shapes)
         if number in drive.plans:
             return
         drive.plans[number] = plan

@@ -18,7 +18,7 @@ from torch.distributed.pipelining._IR import (
     annotate_split_points,
     aten_pipe_split_alias,
 )
-from torch.distributed.pipelining.microbatch import TensorChunkSpec
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     _Action,
@@ -127,14 +127,29 @@ def has_merge_spec(schedule: Schedule) -> bool:
     return schedule._output_merge_spec is not None
 
 
-def merge_outputs_as(schedule: Schedule, template: Template) -> None:
+def merge_outputs_as(
+    schedule: Schedule, template: Template, shapes: Sequence[tuple[int, ...]]
+) -> None:
     """Let `schedule` concatenate the tensors of outputs and keep what is none.
 
-    Without being told, it concatenates everything, and fails for numbers and None.
+    Scalars, such as losses, become a vector of one per microbatch. Without being told,
+    a schedule concatenates everything, and fails for scalars, numbers and None.
+
+    Args:
+        schedule: The schedule.
+        template: What the last stage returns.
+        shapes: Shape of each of its tensors.
     """
     whole = TensorChunkSpec(0)  # type: ignore[no-untyped-call]
-    spec = template.fill([whole] * template.num_slots)
-    schedule._output_merge_spec = spec
+    stacked = _CustomReducer(None, _append)  # type: ignore[no-untyped-call]
+    schedule._output_merge_spec = template.fill(
+        [whole if shape else stacked for shape in shapes]
+    )
+
+
+def _append(values: torch.Tensor | None, scalar: torch.Tensor) -> torch.Tensor:
+    last = scalar.unsqueeze(0)
+    return last if values is None else torch.cat([values, last])
 
 
 def runs_as(schedule: Schedule, upstream: type[Schedule]) -> bool:
