@@ -8,12 +8,13 @@ import torch
 from joining import join
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint
+from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 from torch.nn import functional as F
 
 import torch_xla_pp as xpp
 from torch_xla_pp.mesh import presets
 
-WIDTH, HEADS, LENGTH, ROWS = 8, 2, 4, 4
+WIDTH, HEADS, LENGTH, ROWS, NUM_EXPERTS = 8, 2, 4, 4, 4
 PATTERNS = xpp.AxisRules(
     parameters={
         "*.qkv.weight": ("heads", "embed"),
@@ -21,6 +22,12 @@ PATTERNS = xpp.AxisRules(
         "*.up.weight": ("mlp", "embed"),
         "*.up.bias": ("mlp",),
         "*.down.weight": ("embed", "mlp"),
+    },
+)
+EXPERTS = xpp.AxisRules(
+    parameters={
+        "*.up": ("expert", "embed", "mlp"),
+        "*.down": ("expert", "mlp", "embed"),
     },
 )
 PRESETS = {
@@ -34,10 +41,34 @@ PRESETS = {
         presets.fsdp("data", gather_once=True), presets.tp("model")
     ),
     "dp+cp": presets.mix(presets.dp("data"), presets.cp("model")),
+    "dp+sp": presets.mix(presets.dp("data"), presets.sp("model")),
     "dp+tensor_sequence": presets.mix(
         presets.dp("data"), presets.tensor_sequence("model")
     ),
+    "ep": presets.ep("data"),
 }
+
+
+class Experts(nn.Module):
+    """Experts to which each token goes with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.router = nn.Linear(WIDTH, NUM_EXPERTS)
+        self.up = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, 2 * WIDTH) / 4)
+        self.down = nn.Parameter(torch.randn(NUM_EXPERTS, 2 * WIDTH, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = xpp.shard(x, "batch", "norm_sequence", "embed")
+        shares = self.router(self.norm(x)).softmax(-1)
+        tokens = torch.einsum("bse,bsd->ebsd", shares, x)
+        tokens = xpp.shard(tokens, "expert", None, None, "embed")
+        hidden = torch.einsum("ebsd,edf->ebsf", tokens, self.up).relu()
+        done = torch.einsum("ebsf,efd->ebsd", hidden, self.down)
+        done = xpp.shard(done, "expert", None, None, "embed")
+        back = xpp.shard(done, None, "batch", "norm_sequence", "embed")
+        return xpp.shard(x + back.sum(0), "batch", "norm_sequence", "embed")
 
 
 class Block(nn.Module):
@@ -65,9 +96,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, num_blocks: int = 2) -> None:
+    def __init__(self, num_blocks: int = 2, block: type[nn.Module] = Block) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(block() for _ in range(num_blocks))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -98,6 +129,12 @@ class Job:
     frontend: str = "traced"
     ranks: int = 2
     num_microbatches: int = 4
+    block: type[nn.Module] = Block
+    is_v: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        return self.ranks * (2 if self.is_v else 1)
 
 
 @dataclass
@@ -106,25 +143,28 @@ class Report:
     explanation: Any
 
 
-def build(job: Job, model: Model) -> Any:
-    """Make this rank's stage; the mesh of a rank is data=2 x model=2."""
+def build(job: Job, model: Model) -> list[Any]:
+    """Make this rank's stages; the mesh of a rank is data=2 x model=2."""
     mesh = xpp.init_device_mesh(
         "xla", (job.ranks, 2, 2), mesh_dim_names=("pp", "data", "model")
     )
     rank, group = mesh.get_local_rank("pp"), mesh.get_group("pp")
     options = {"mesh": mesh["data", "model"], "sharding": job.rules}
+    count = job.num_stages
+    indices = [rank, count - 1 - rank] if job.is_v else [rank]
     if job.frontend == "manual":
-        part = Part(model, rank) if job.ranks > 1 else model
-        return xpp.PipelineStage(
-            part, rank, job.ranks, xpp.device(), group=group, **options
-        )
+        parts = [Part(model, index) if count > 1 else model for index in indices]
+        return [
+            xpp.PipelineStage(part, i, count, xpp.device(), group=group, **options)
+            for i, part in zip(indices, parts, strict=True)
+        ]
     pipe = xpp.pipeline(
         model,
         mb_args=(torch.zeros(ROWS, LENGTH, WIDTH),),
-        split_spec={f"blocks.{i}": SplitPoint.BEGINNING for i in range(1, job.ranks)},
+        split_spec={f"blocks.{i}": SplitPoint.BEGINNING for i in range(1, count)},
         activations=job.rules.activations,
     )
-    return pipe.build_stage(rank, xpp.device(), group, **options)
+    return [pipe.build_stage(i, xpp.device(), group, **options) for i in indices]
 
 
 def train(job: Job) -> Report:
@@ -135,14 +175,18 @@ def train(job: Job) -> Report:
 
 def take_step(job: Job) -> Report:
     torch.manual_seed(0)
-    reference = Model(num_blocks=job.ranks)
-    stage = build(job, copy.deepcopy(reference))
-    schedule = Schedule1F1B(stage, job.num_microbatches, loss_fn=loss_fn)
+    reference = Model(job.num_stages, job.block)
+    stages = build(job, copy.deepcopy(reference))
+    schedule: Any = (
+        ScheduleZBVZeroBubble(stages, job.num_microbatches, loss_fn=loss_fn)
+        if job.is_v
+        else Schedule1F1B(stages[0], job.num_microbatches, loss_fn=loss_fn)
+    )
     rows = ROWS * job.num_microbatches
     x, y = torch.randn(2, rows, LENGTH, WIDTH)
     losses: list[Tensor] = []
-    args = (x,) if stage.is_first else ()
-    kwargs = {"target": y, "losses": losses} if stage.is_last else {}
+    args = (x,) if stages[0].is_first else ()
+    kwargs = {"target": y, "losses": losses} if stages[-1].is_last else {}
     schedule.step(*args, **kwargs)
     chunks = zip(x.split(ROWS), y.split(ROWS), strict=True)
     expected = [loss_fn(reference(mb_x), mb_y) for mb_x, mb_y in chunks]
@@ -151,9 +195,10 @@ def take_step(job: Job) -> Report:
         f"loss {i}": difference(loss, expected[i]) for i, loss in enumerate(losses)
     }
     named = dict(reference.named_parameters())
-    for name, parameter in stage.submod.named_parameters():
-        errors[name] = difference(parameter.grad, named[name].grad)
-    return Report(errors, stage.explain())
+    for stage in stages:
+        for name, parameter in stage.submod.named_parameters():
+            errors[name] = difference(parameter.grad, named[name].grad)
+    return Report(errors, stages[0].explain())
 
 
 def difference(got: Tensor | None, expected: Tensor | None) -> float:

@@ -10,11 +10,13 @@ import pytest
 import torch
 from joining import join
 from runtime.sharded import (
+    EXPERTS,
     LENGTH,
     PATTERNS,
     PRESETS,
     ROWS,
     WIDTH,
+    Experts,
     Job,
     Model,
     Report,
@@ -37,18 +39,30 @@ def check(reports: list[Report]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "frontend"),
+    ("preset", "frontend", "is_v"),
     [
-        ("tp", "traced"),
-        ("fsdp", "manual"),
-        ("fsdp_once+tp", "traced"),
-        ("dp+tensor_sequence", "manual"),
+        ("tp", "traced", False),
+        ("fsdp", "manual", False),
+        ("fsdp_once+tp", "traced", False),
+        ("dp+tensor_sequence", "manual", False),
+        ("dp+cp", "manual", False),
+        ("dp+sp", "manual", False),
+        ("dp+tp", "manual", True),
+        ("fsdp_once+tp", "manual", True),
+        ("dp+cp", "manual", True),
     ],
 )
 def test_presets_train_as_one_process(
-    worlds: Worlds, preset: str, frontend: str
+    worlds: Worlds, preset: str, frontend: str, is_v: bool
 ) -> None:
-    job = Job(rules=PRESETS[preset] | PATTERNS, frontend=frontend)
+    job = Job(rules=PRESETS[preset] | PATTERNS, frontend=frontend, is_v=is_v)
+    check(worlds.run(train, ranks=2, devices=4, args=(job,)))
+
+
+@pytest.mark.parametrize("is_v", [False, True])
+def test_experts_train_as_one_process(worlds: Worlds, is_v: bool) -> None:
+    rules = PRESETS["ep"] | EXPERTS
+    job = Job(rules=rules, frontend="manual", is_v=is_v, block=Experts)
     check(worlds.run(train, ranks=2, devices=4, args=(job,)))
 
 
@@ -77,7 +91,7 @@ def wrong(rules: xpp.AxisRules, frontend: str) -> str:
     join()
     job = Job(rules=rules, frontend=frontend)
     try:
-        stage = build(job, Model())
+        (stage,) = build(job, Model())
         schedule = ScheduleGPipe(stage, 2)
         batch = torch.zeros(2 * ROWS, LENGTH, WIDTH)
         schedule.step(*[batch] if stage.is_first else [])
@@ -121,15 +135,18 @@ sys.path.insert(0, "test")
 import torch_xla_pp as xpp
 import torch.distributed as dist
 from runtime import training
-from runtime.sharded import PATTERNS, PRESETS, Job, take_step
+from runtime.sharded import EXPERTS, PATTERNS, PRESETS, Block, Experts, Job, take_step
 dist.init_process_group("xla_pp")
 def show(name, explanation):
     for program in explanation.programs:
+        if program.collectives is None:
+            continue  # XLA had the program of another preset.
         found = [f"{c.count} {c.kind} over {c.axes}" for c in program.collectives]
         print(f"{name} {program.name}:", "; ".join(found) or "none")
 for name in sys.argv[2:]:
-    rules = PRESETS[name] | PATTERNS
-    report = take_step(Job(rules=rules, ranks=1, frontend="manual"))
+    rules = PRESETS[name] | (EXPERTS if name == "ep" else PATTERNS)
+    block = Experts if name == "ep" else Block
+    report = take_step(Job(rules=rules, ranks=1, frontend="manual", block=block))
     assert all(error < 1e-5 for error in report.errors.values()), report.errors
     show(name, report.explanation)
 job = training.Job(
@@ -171,6 +188,15 @@ EXPECTED = {
         (2, "all-gather", MODEL),
         (2, "all-reduce", MODEL),
     ],
+    # Keys and values; in the backward also each weight.
+    "dp+cp forward": [(2, "all-gather", MODEL)],
+    "dp+cp backward": [(10, "all-reduce", MODEL)],
+    # XLA gathers for queries, keys and values, and adds up what heads give.
+    "dp+sp forward": [(2, "all-gather", MODEL), (1, "all-reduce", MODEL)],
+    # To the experts and back; the sum over experts is taken where the tokens are.
+    "ep forward": [(1, "all-gather", DATA), (2, "all-to-all", DATA)],
+    "ep backward": [(1, "all-gather", DATA), (2, "all-to-all", DATA)],
+    "ep gradient reduction": [(4, "all-reduce", DATA)],
     # An embedding, a block and a head without axis rules.
     "tokens forward": [],
     "tokens backward": [],

@@ -45,11 +45,13 @@ from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
+from torch_xla_pp.compile.layer_norm import layer_norm
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.graph import SHARD, Template, axes_of
 from torch_xla_pp.mesh import LogicalAxes
@@ -145,8 +147,17 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+_IN_PLACE_OF: Mapping[Any, Callable[..., Any]] = {
+    functional.layer_norm: layer_norm,
+    torch.layer_norm: layer_norm,
+    torch.ops.aten.layer_norm.default: layer_norm,
+}
+
+
 class _Captures(TorchFunctionMode):
     """Put inputs of a trace in place of tensors that it reads from elsewhere.
+
+    Some functions are put in place of others, see `_IN_PLACE_OF`.
 
     Args:
         inputs: Pairs of a tensor from elsewhere and the input that stands for it.
@@ -164,7 +175,7 @@ class _Captures(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         args, kwargs = pytree.tree_map(self._replace, (args, kwargs or {}))
-        return function(*args, **kwargs)
+        return _IN_PLACE_OF.get(function, function)(*args, **kwargs)
 
     def _replace(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or _is_of_trace(value):
