@@ -31,6 +31,7 @@ PUBLIC = [
     "profile_step",
     "shard",
     "spmd_pipeline",
+    "striped_positions",
 ]
 
 

@@ -25,7 +25,7 @@ if sys.orig_argv[1:3] != ["-m", "torch_xla_pp"]:
     )
     from torch_xla_pp.graph import deferred_init, materialize, pipeline_yield, shard
     from torch_xla_pp.launch import device, init_device_mesh
-    from torch_xla_pp.mesh import AxisRules
+    from torch_xla_pp.mesh import AxisRules, striped_positions
     from torch_xla_pp.pipeline import Pipe, pipeline
     from torch_xla_pp.runtime import (
         PipelineStage,
@@ -59,4 +59,5 @@ __all__ = [
     "profile_step",
     "shard",
     "spmd_pipeline",
+    "striped_positions",
 ]

@@ -13,9 +13,9 @@ def test_an_explanation_reads_like_this() -> None:
         num_parameters=8,
         parameter_bytes=16,
         received_bytes=32,
-        sent_bytes=0,
+        sent_bytes=20,
         programs=(
-            ProgramCost(name="forward", collectives=(gather,)),
+            ProgramCost(name="forward", collectives=(gather,), flops=160),
             ProgramCost(name="inference", collectives=()),
         ),
         reduced_per_microbatch={"up": "flip is not cut", "down": "flip is not cut"},
@@ -24,13 +24,13 @@ def test_an_explanation_reads_like_this() -> None:
     assert str(explanation).splitlines() == [
         "stage 1, on each device",
         "  16 bytes of 8 parameters and of buffers",
-        "  32 bytes in, 0 bytes out, per microbatch",
+        "  32 bytes in, 20 bytes out, per microbatch, 8 FLOP per byte out",
         "    float32[8] from stage 0: 4 on 4 devices -> 2 on 2 devices",
         "  gradients reduced in every microbatch, as flip is not cut: up, down",
-        "  forward:",
-        "    2 all-gather over data: 64 bytes",
-        "  inference:",
-        "    none",
+        "  forward: 160 FLOP",
+        "    2 all-gather over data: 64 bytes, 2.5 FLOP per byte",
+        "  inference: 0 FLOP",
+        "    no collectives",
     ]
 
 

@@ -3,6 +3,7 @@
 from torch_xla_pp.mesh import presets
 from torch_xla_pp.mesh.axis_rules import AxisRules, first_match, unmatched
 from torch_xla_pp.mesh.hlo_collectives import Collective, collectives_of
+from torch_xla_pp.mesh.hlo_flops import product_flops
 from torch_xla_pp.mesh.hlo_sharding import (
     REPLICATED,
     OpShardingArgs,
@@ -20,6 +21,7 @@ from torch_xla_pp.mesh.local_mesh import (
 )
 from torch_xla_pp.mesh.reshard import Piece, Runs, reshard
 from torch_xla_pp.mesh.rules import Sharding, assign_partitions, match_rules
+from torch_xla_pp.mesh.striping import striped_positions
 from torch_xla_pp.mesh.tiling import Box, Tiling
 
 __all__ = [
@@ -46,7 +48,9 @@ __all__ = [
     "match_rules",
     "parse_sharding",
     "presets",
+    "product_flops",
     "reshard",
     "stacked",
+    "striped_positions",
     "unmatched",
 ]

@@ -109,7 +109,7 @@ def cp(axis: Axis = "context") -> AxisRules:
 
     Expect: an all-gather of keys and of values in a forward, and a sum of their
     gradients and of each weight's in a backward. Under a causal mask later devices have
-    more to do; the sequence is not striped to even it out.
+    more to do: `striped_positions` is an order of the sequence that evens it out.
     """
     return _rules(axis, ("sequence", "norm_sequence"))
 

@@ -4,7 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch_xla_pp.compile import Program
-from torch_xla_pp.mesh import Collective, LocalMesh, TensorSpec, collectives_of
+from torch_xla_pp.mesh import (
+    Collective,
+    LocalMesh,
+    TensorSpec,
+    collectives_of,
+    product_flops,
+)
 
 _HINT = (
     "unknown: set XLA_FLAGS='--xla_dump_to=<folder of the rank> "
@@ -14,21 +20,35 @@ _HINT = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramCost:
-    """State what a compiled program exchanges between the devices of its rank.
+    """State what a compiled program does, and exchanges between a rank's devices.
+
+    The *arithmetic intensity* of an exchange is the work that there is for each of its
+    bytes. Where it is below a device's FLOP/s by the bytes/s of the link, the exchange
+    takes longer than the work. Source: MaxText's guide to sharding.
 
     Args:
         name: What the program does.
         collectives: By kind and mesh axes; None if its HLO is not known.
+        flops: Operations of its products of matrices, on one device.
     """
 
     name: str
     collectives: tuple[Collective, ...] | None
+    flops: int = 0
 
     def __str__(self) -> str:
         if self.collectives is None:
             return f"  {self.name}: {_HINT}"
-        found = [f"    {collective}" for collective in self.collectives] or ["    none"]
-        return "\n".join([f"  {self.name}:", *found])
+        found = [
+            f"    {collective}, {per_byte(self.flops, collective.num_bytes)}"
+            for collective in self.collectives
+        ] or ["    no collectives"]
+        return "\n".join([f"  {self.name}: {self.flops} FLOP", *found])
+
+
+def per_byte(flops: int, num_bytes: int) -> str:
+    """Return the arithmetic intensity of an exchange as a text."""
+    return f"{flops / num_bytes:.3g} FLOP per byte" if num_bytes else "no bytes"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +84,7 @@ class Explanation:
             f"  {self.parameter_bytes} bytes of {self.num_parameters} parameters and "
             "of buffers",
             f"  {self.received_bytes} bytes in, {self.sent_bytes} bytes out, per "
-            "microbatch",
+            f"microbatch{self._intensity()}",
             *(f"    {move}" for move in self.moves),
         ]
         for reason in dict.fromkeys(self.reduced_per_microbatch.values()):
@@ -75,17 +95,25 @@ class Explanation:
             )
         return "\n".join([*lines, *map(str, self.programs)])
 
+    def _intensity(self) -> str:
+        """Return the forward's work for each byte that leaves, if both are known."""
+        for program in self.programs:
+            if program.name == "forward" and program.flops and self.sent_bytes:
+                return f", {per_byte(program.flops, self.sent_bytes)} out"
+        return ""
+
 
 def costs_of(
     programs: Mapping[str, Program], mesh: LocalMesh
 ) -> tuple[ProgramCost, ...]:
-    """Return what each of the programs exchanges."""
+    """Return what each of the programs does and exchanges."""
     return tuple(
         ProgramCost(
             name=name,
             collectives=None
             if program.hlo is None
             else collectives_of(program.hlo, mesh),
+            flops=product_flops(program.hlo or ""),
         )
         for name, program in programs.items()
     )
