@@ -6,9 +6,11 @@ time. F, I and W of a rank's share of the model take one unit each, B two.
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import get_args
 
 from torch_xla_pp.schedule import (
     Action,
+    Kind,
     Schedule,
     chain_of,
     dag_1f1b,
@@ -19,11 +21,13 @@ from torch_xla_pp.schedule import (
     zb1p,
     zbv,
 )
+from torch_xla_pp.simulate import Costs, Flow, simulate
 
 FOLDER = Path(__file__).parent
 UNIT, ROW, MARGIN, TITLE = 16, 18, 52, 24
 COLOURS = {"F": "#8ab4d8", "B": "#e7b278", "I": "#eac98f", "W": "#a8c686"}
 DURATIONS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 Edges = Iterable[tuple[int, int]]
 Times = Mapping[Action, tuple[float, float]]
@@ -37,42 +41,19 @@ def times_of(schedule: Schedule, edges: Edges, share: float) -> Times:
         edges: Pairs (producer, consumer).
         share: The part of a rank's share of the model that a stage is.
     """
-    actions = {action for row in schedule.actions for action in row}
-    needs = {action: _needs(action, tuple(edges), actions) for action in actions}
-    times: dict[Action, tuple[float, float]] = {}
-    free = [0.0] * schedule.num_ranks
-    steps = [0] * schedule.num_ranks
-    while len(times) < len(actions):
-        for rank, row in enumerate(schedule.actions):
-            action = row[steps[rank]] if steps[rank] < len(row) else None
-            if action is None or not needs[action] <= times.keys():
-                continue
-            start = max([free[rank], *(times[need][1] for need in needs[action])])
-            free[rank] = start + share * DURATIONS[action.kind]
-            times[action] = (start, free[rank])
-            steps[rank] += 1
-    return times
-
-
-def _needs(
-    action: Action, edges: tuple[tuple[int, int], ...], actions: set[Action]
-) -> set[Action]:
-    """Return the actions of other stages that give what an action needs."""
-    if action.kind == "W":
-        return set()
-    is_forward = action.kind == "F"
-    others = {
-        p if is_forward else c
-        for p, c in edges
-        if action.stage == (c if is_forward else p)
-    }
-    kinds = "F" if is_forward else "BI"
-    wanted = (
-        Action(stage=s, kind=k, microbatch=action.microbatch)
-        for s in others
-        for k in kinds
+    stages = range(schedule.num_stages)
+    costs = Costs(
+        seconds={(s, kind): share * DURATIONS[kind] for s in stages for kind in KINDS},
+        flows=tuple(Flow(producer=p, consumers=(c,)) for p, c in edges),
     )
-    return {other for other in wanted if other in actions}
+    spans = simulate(schedule, costs).spans
+    return {
+        Action(stage=span.stage, kind=span.kind, microbatch=span.microbatch): (
+            span.start_s + span.waiting_s,
+            span.end_s,
+        )
+        for span in spans
+    }
 
 
 def idle_share(times: Times, num_ranks: int) -> float:
