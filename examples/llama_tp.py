@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import torch_xla_pp as xpp
 from torch_xla_pp.mesh import presets
@@ -52,17 +53,8 @@ RULES = presets.tp("model") | xpp.AxisRules(
 )
 
 
-class Llama(LlamaForCausalLM):
-    """Tokens in, logits out; the mask of each stage is computed there."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        size = tokens.shape[1]
-        mask = torch.ones(size, size, dtype=torch.bool, device=tokens.device).tril()
-        return super().forward(tokens, mask[None, None]).logits
-
-
-def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+def loss_fn(output: CausalLMOutputWithPast, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
 
 
 def main() -> None:
@@ -70,7 +62,7 @@ def main() -> None:
     mesh = xpp.init_device_mesh("xla", (2, 2), mesh_dim_names=("pp", "model"))
     torch.manual_seed(0)
     with xpp.deferred_init():
-        model = Llama(CONFIG)
+        model = LlamaForCausalLM(CONFIG)
     pipe = xpp.pipeline(
         model,
         mb_args=(torch.zeros(ROWS // MICROBATCHES, LENGTH, dtype=torch.long),),
