@@ -108,8 +108,10 @@ def trains_in_three_dimensions(name: str, dtype: torch.dtype) -> None:
 def replicates(name: str, dtype: torch.dtype) -> None:
     """A batch that is split over devices gives the losses of one that is not.
 
-    In float32 the gradients are those of the unsplit model.
+    In float32 the gradients are those of the unsplit model. In bfloat16 the product of
+    a gradient is rounded on each device, and not once for the batch.
     """
+    tolerance = {} if dtype is torch.float32 else {"rtol": 1.6e-2, "atol": 1e-5}
     mesh = xpp.init_device_mesh("xla", (RANKS, 2), mesh_dim_names=("pp", "data"))
     layers = nn.ModuleList(Mlp(WIDTH) for _ in range(NUM_LAYERS))
     model = nn.Sequential(*copy.deepcopy(layers))
@@ -125,7 +127,7 @@ def replicates(name: str, dtype: torch.dtype) -> None:
             with computing_in(dtype):
                 feed(schedule.step, stages, x, target, losses)
             found.append([loss.cpu() for loss in losses])
-        torch.testing.assert_close(*found)
+        torch.testing.assert_close(*found, **tolerance)
         if dtype is torch.float32:
             expected.zero_grad()
             loss = sum_of_outputs(model(x), target)
