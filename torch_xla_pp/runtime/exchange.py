@@ -85,9 +85,10 @@ class Exchange:
         there: Sequence[Tiling] | None = None,
     ) -> None:
         """Send `values` to group rank `rank`; does not wait for it."""
-        self._group.transport.send(message, rank, values, there)
+        # Noted first: the other rank may have it before the call returns.
         if self.recorder is not None:
             self.recorder.note_sent(message, values, there)
+        self._group.transport.send(message, rank, values, there)
 
     def receive(
         self,
