@@ -291,6 +291,11 @@ class StagePrograms:
             self._starts[given] = Program(function, self._sum_pins, function.inputs)
         return self._starts[given]({given_grad(role): grads[role] for role in given})
 
+    @property
+    def has_groups(self) -> bool:
+        """Return whether sums are kept per group of rows, so must be added up."""
+        return bool(self._groups)
+
     def reduce_sums(
         self, sums: Mapping[str, Tensor], grads: Mapping[str, Tensor]
     ) -> Values:

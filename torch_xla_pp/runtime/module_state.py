@@ -68,15 +68,13 @@ class ModuleState:
         self._unloaded = set(unwritten(module))
         self._move()
         self._states = {name: _state_of(t) for name, t in _named_tensors(module)}
-        rules = placement.rules
-        is_once = rules is not None and rules.gather_once
         self._sum_bytes = 0
-        self._used = self._used_partitions()
-        self.gathered = GatheredWeights(
-            {role: placement.sharding(p) for role, p in self._used.items()}
-            if is_once
-            else {}
-        )
+        # Weights that are used in another layout: made once a step, or each time.
+        used = self._used_partitions()
+        is_once = placement.rules is not None and placement.rules.gather_once
+        self._used_once = used if is_once else {}
+        self._used_each_time = {} if is_once else used
+        self.gathered = GatheredWeights(self._shardings(self._used_once))
 
     @property
     def num_bytes(self) -> int:
@@ -97,19 +95,14 @@ class ModuleState:
 
     def constraints(self) -> Constraints | None:
         """Return how values lie while programs run, None if no axis rules say so."""
-        placement = self._placement
-        if placement.rules is None:
+        if self._placement.rules is None:
             return None
-        used = {} if placement.rules.gather_once else self._used
-        return Constraints(
-            placement.constraint,
-            {role: placement.sharding(p) for role, p in used.items()},
-        )
+        used = self._shardings(self._used_each_time)
+        return Constraints(self._placement.constraint, used)
 
     def layouts(self) -> dict[str, tuple[OpShardingArgs, int]]:
         """Return how parameters are passed to programs, with their dimensions."""
-        rules = self._placement.rules
-        gathered = {} if rules is None or not rules.gather_once else self._used
+        gathered = self._used_once
         texts = xla_compat.sharding_texts([*self.fixed.values()])
         return {
             role: (
@@ -198,6 +191,8 @@ class ModuleState:
     def reduce_sums(self, programs: StagePrograms, sizes: Sizes) -> None:
         """Add up the sums that are kept per group of rows; at the end of a step."""
         self._sum_bytes = sizes.total(self._sums)
+        if not programs.has_groups:
+            return
         reduced = programs.reduce_sums(self._sums, self._grads())
         self._spent += [self._sums[name] for name in reduced]
         self._sums |= reduced
@@ -230,6 +225,11 @@ class ModuleState:
         names = [name for name, _ in self._module.named_parameters()]
         used = rules.used(names, self._partitions)
         return {f"param:{name}": partition for name, partition in used.items()}
+
+    def _shardings(
+        self, partitions: Mapping[str, Partition]
+    ) -> dict[str, xla_compat.OpSharding]:
+        return {r: self._placement.sharding(p) for r, p in partitions.items()}
 
     def _grads(self) -> dict[str, Tensor]:
         """Return the gradients that parameters have, laid out like them.
