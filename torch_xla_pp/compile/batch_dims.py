@@ -69,7 +69,7 @@ def batch_places(graph: fx.Graph, known: Mapping[fx.Node, Place], size: int) -> 
     """
     places: Places = dict(known)
     for node in graph.nodes:
-        if node.op != "call_function" or shape_of(node) is None:
+        if node.op != "call_function" or not shape_of(node):
             continue
         place = _place(node, places)
         if place is not None and _has_groups(node, place, size):
@@ -77,10 +77,10 @@ def batch_places(graph: fx.Graph, known: Mapping[fx.Node, Place], size: int) -> 
     return places
 
 
-def shape_of(node: fx.Node) -> tuple[int, ...] | None:
-    """Return the shape of a node's value, None if it is no tensor."""
+def shape_of(node: Any) -> tuple[int, ...]:
+    """Return the shape of a node's value; `()` also if it is no tensor."""
     value = node.meta.get("val")
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
 def wrapped(dims: int | Sequence[int], count: int) -> list[int]:
@@ -101,22 +101,18 @@ def _place(node: fx.Node, places: Places) -> Place | None:
 
 
 def _has_groups(node: fx.Node, place: Place, size: int) -> bool:
-    shape = _shape(node)
+    shape = shape_of(node)
     is_dim = place.dim < len(shape)
     return is_dim and shape[place.dim] % (place.outer * size) == 0
-
-
-def _shape(node: Any) -> tuple[int, ...]:
-    return shape_of(node) or ()
 
 
 def _alike(
     node: fx.Node, operands: Sequence[fx.Node], places: Places
 ) -> Iterator[Place]:
     """Take the places in operands whose dimension the result has, too."""
-    shape = _shape(node)
+    shape = shape_of(node)
     for operand in operands:
-        place, own = places.get(operand), _shape(operand)
+        place, own = places.get(operand), shape_of(operand)
         if place is None:
             continue
         is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
@@ -127,7 +123,7 @@ def _alike(
 
 def _reshaped(node: fx.Node, places: Places) -> Place | None:
     source = node.all_input_nodes[0]
-    place, old, new = places.get(source), _shape(source), _shape(node)
+    place, old, new = places.get(source), shape_of(source), shape_of(node)
     if place is None:
         return None
     before = math.prod(old[: place.dim]) * place.outer
@@ -141,13 +137,13 @@ def _reshaped(node: fx.Node, places: Places) -> Place | None:
 def _expanded(node: fx.Node, places: Places) -> Place | None:
     source = node.all_input_nodes[0]
     place = places.get(source)
-    shift = len(_shape(node)) - len(_shape(source))
+    shift = len(shape_of(node)) - len(shape_of(source))
     return None if place is None else place._replace(dim=place.dim + shift)
 
 
 def _permuted(node: fx.Node, places: Places) -> Place | None:
     source: Any = node.all_input_nodes[0]
-    place, count = places.get(source), len(_shape(source))
+    place, count = places.get(source), len(shape_of(source))
     if place is None:
         return None
     order = permutation(node, count)
@@ -167,8 +163,8 @@ def permutation(node: fx.Node, count: int) -> list[int]:
 
 def _reduced(node: fx.Node, places: Places) -> Place | None:
     source: Any = node.all_input_nodes[0]
-    place, old = places.get(source), _shape(source)
-    if place is None or len(_shape(node)) == len(old):
+    place, old = places.get(source), shape_of(source)
+    if place is None or len(shape_of(node)) == len(old):
         return next(_alike(node, [source], places), None)
     dims = summed(node, len(old))
     if place.dim in dims:
@@ -184,7 +180,7 @@ def summed(node: fx.Node, count: int) -> list[int]:
 
 def _selected(node: fx.Node, places: Places) -> Place | None:
     source: Any = node.all_input_nodes[0]
-    place, count = places.get(source), len(_shape(source))
+    place, count = places.get(source), len(shape_of(source))
     (dim,) = wrapped(node.args[1], count)  # type: ignore[arg-type]
     if place is None or place.dim == dim:
         return None
@@ -193,12 +189,12 @@ def _selected(node: fx.Node, places: Places) -> Place | None:
 
 def _unselected(node: fx.Node, places: Places) -> Place | None:
     place = places.get(node.all_input_nodes[0])
-    (dim,) = wrapped(node.args[2], len(_shape(node)))  # type: ignore[arg-type]
+    (dim,) = wrapped(node.args[2], len(shape_of(node)))  # type: ignore[arg-type]
     return place and place._replace(dim=place.dim + (dim <= place.dim))
 
 
 def _stacked(node: fx.Node, places: Places) -> Place | None:
-    count = len(_shape(node))
+    count = len(shape_of(node))
     (dim,) = wrapped(node.args[1] if len(node.args) > 1 else 0, count)  # type: ignore[arg-type]
     known = (places[n] for n in node.all_input_nodes if n in places)
     place = next(known, None)
@@ -209,7 +205,7 @@ def _multiplied(node: fx.Node, places: Places) -> Place | None:
     """Find the place in a product of matrices, or of stacks of them."""
     left, right = node.args[-2:]
     rows, columns = places.get(left), places.get(right)  # type: ignore[arg-type]
-    last = len(_shape(left)) - 1
+    last = len(shape_of(left)) - 1
     if rows is not None and rows.dim != last:
         return rows
     return columns if columns is not None and columns.dim != last - 1 else None

@@ -21,10 +21,6 @@ from torch_xla_pp.graph import SHARD
 _aten = torch.ops.aten
 
 
-def _shape(node: Any) -> tuple[int, ...]:
-    return shape_of(node) or ()
-
-
 # Operations on one operand, number by number or place by place.
 
 
@@ -39,19 +35,19 @@ def _scaled(parts: Parts, node: fx.Node) -> fx.Node | None:
 
 def _reshaped(parts: Parts, node: fx.Node) -> fx.Node | None:
     found = parts.of(node.all_input_nodes[0])
-    sizes = parts.sizes(_shape(node))
+    sizes = parts.sizes(shape_of(node))
     return found and parts.call(node, _aten.reshape.default, found, sizes)
 
 
 def _expanded(parts: Parts, node: fx.Node) -> fx.Node | None:
     found = _aligned(parts, node, node.all_input_nodes[0])
-    sizes = parts.sizes(_shape(node))
+    sizes = parts.sizes(shape_of(node))
     return found and parts.call(node, _aten.expand.default, found, sizes)
 
 
 def _aligned(parts: Parts, node: fx.Node, operand: fx.Node) -> fx.Node | None:
     """Return an operand's parts, with as many dimensions as those of the result."""
-    found, shape, count = parts.of(operand), _shape(operand), len(_shape(node))
+    found, shape, count = parts.of(operand), shape_of(operand), len(shape_of(node))
     if found is None or len(shape) == count:
         return found
     sizes = parts.sizes([1] * (count - len(shape)) + list(shape))
@@ -61,7 +57,7 @@ def _aligned(parts: Parts, node: fx.Node, operand: fx.Node) -> fx.Node | None:
 def _permuted(parts: Parts, node: fx.Node) -> fx.Node | None:
     source = node.all_input_nodes[0]
     found = parts.of(source)
-    order = [0, *(d + 1 for d in permutation(node, len(_shape(source))))]
+    order = [0, *(d + 1 for d in permutation(node, len(shape_of(source))))]
     return found and parts.call(node, _aten.permute.default, found, order)
 
 
@@ -69,15 +65,15 @@ def _cut(parts: Parts, node: fx.Node) -> fx.Node | None:
     """Take a part of one dimension."""
     args: Any = node.args
     found = parts.of(args[0])
-    (dim,) = wrapped(args[1] if len(args) > 1 else 0, len(_shape(args[0])))
+    (dim,) = wrapped(args[1] if len(args) > 1 else 0, len(shape_of(args[0])))
     return found and parts.call(node, node.target, found, dim + 1, *args[2:])
 
 
 def _uncut(parts: Parts, node: fx.Node) -> fx.Node | None:
     """Put a part of one dimension back between zeros."""
     args: Any = node.args
-    found, sizes = parts.of(args[0]), parts.sizes(_shape(node))
-    (dim,) = wrapped(args[2], len(_shape(node)))
+    found, sizes = parts.of(args[0]), parts.sizes(shape_of(node))
+    (dim,) = wrapped(args[2], len(shape_of(node)))
     return found and parts.call(node, node.target, found, sizes, dim + 1, *args[3:])
 
 
@@ -87,13 +83,13 @@ def _uncut(parts: Parts, node: fx.Node) -> fx.Node | None:
 def _zeros(parts: Parts, node: fx.Node) -> fx.Node | None:
     if node.target is _aten.full.default and node.args[1] != 0:
         return None
-    return parts.call(node, _aten.new_zeros.default, node, parts.sizes(_shape(node)))
+    return parts.call(node, _aten.new_zeros.default, node, parts.sizes(shape_of(node)))
 
 
 def _joined(parts: Parts, node: fx.Node) -> fx.Node | None:
     args: Any = node.args
     found = [parts.of(source) for source in args[0]]
-    (dim,) = wrapped(args[1] if len(args) > 1 else 0, len(_shape(node)))
+    (dim,) = wrapped(args[1] if len(args) > 1 else 0, len(shape_of(node)))
     return None if None in found else parts.call(node, node.target, found, dim + 1)
 
 
@@ -125,7 +121,7 @@ def _multiplied(parts: Parts, node: fx.Node) -> fx.Node | None:
 
 def _summed(parts: Parts, node: fx.Node) -> fx.Node | None:
     args: Any = node.args
-    place, dims = parts.places.get(args[0]), summed(node, len(_shape(args[0])))
+    place, dims = parts.places.get(args[0]), summed(node, len(shape_of(args[0])))
     keepdim = len(args) > 2 and bool(args[2])
     if place is not None and place.dim in dims:
         target, at = parts.rows.sum, list(place)
@@ -139,7 +135,7 @@ def _summed(parts: Parts, node: fx.Node) -> fx.Node | None:
 def _product(parts: Parts, node: fx.Node) -> fx.Node | None:
     """Cut a product of matrices whose sum goes over the batch."""
     operands: Any = node.args
-    last = len(_shape(operands[0])) - 1
+    last = len(shape_of(operands[0])) - 1
     for operand, dim in zip(operands, (last, last - 1), strict=True):
         place = parts.places.get(operand)
         if place is not None and place.dim == dim:
@@ -161,7 +157,7 @@ def _put(parts: Parts, node: fx.Node) -> fx.Node | None:
     zeros, indices, values, *rest = args
     listed = [index for index in indices if index is not None]
     is_plain = listed == indices[: len(listed)]
-    is_plain = is_plain and len({_shape(index) for index in listed}) == 1
+    is_plain = is_plain and len({shape_of(index) for index in listed}) == 1
     is_sum = rest == [True] and zeros.target in _FACTORIES
     if not is_plain or not is_sum or _zeros(parts, zeros) is None:
         return None
