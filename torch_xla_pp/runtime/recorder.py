@@ -7,7 +7,6 @@ has run its programs, for which Python waits.
 """
 
 import contextlib
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,14 @@ from torch_xla_pp.mesh import Tiling
 from torch_xla_pp.runtime.memory import Shelf
 from torch_xla_pp.runtime.torch_compat import is_profiling
 from torch_xla_pp.schedule import Action
-from torch_xla_pp.transport import Event, Message, Record, ShardLayout, recording
+from torch_xla_pp.transport import (
+    Event,
+    Message,
+    Record,
+    ShardLayout,
+    part_sizes,
+    recording,
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -114,13 +120,8 @@ class StepRecorder:
     ) -> None:
         """Note what has gone through the host; `there` is how it lies on the peer."""
         layouts = [ShardLayout.of_tensor(value) for value in values]
-        if there is None or [layout.tiling for layout in layouts] == list(there):
-            counts = [math.prod(x.shard_shape) * x.tiling.num_shards for x in layouts]
-        else:
-            counts = [math.prod(x.shape) for x in layouts]
-        pairs = zip(counts, layouts, strict=True)
-        sizes = [count * layout.dtype.itemsize for count, layout in pairs]
-        self._note(Event.SENT, *message, num_bytes=sum(sizes))
+        num_bytes = sum(part_sizes(layouts, there))
+        self._note(Event.SENT, *message, num_bytes=num_bytes)
 
     @contextlib.contextmanager
     def receiving(self, message: Message) -> Iterator[None]:

@@ -7,6 +7,7 @@ from torch_xla_pp.transport.in_graph import (
     receive_op,
     send_op,
 )
+from torch_xla_pp.transport.pieces import part_sizes
 from torch_xla_pp.transport.process_group import (
     XlaPpProcessGroup,
     of_group,
@@ -34,6 +35,7 @@ __all__ = [
     "XlaPpProcessGroup",
     "clock_offset_ns",
     "of_group",
+    "part_sizes",
     "receive_op",
     "recording",
     "send_op",

@@ -6,14 +6,18 @@ wire and are uploaded again; Python waits for both the device and the message.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.errors import TransportError
 from torch_xla_pp.mesh import Tiling
 from torch_xla_pp.transport.inbox import Key
-from torch_xla_pp.transport.pieces import are_alike, pack_pieces, unpack_pieces
+from torch_xla_pp.transport.pieces import (
+    are_alike,
+    pack_pieces,
+    part_sizes,
+    unpack_pieces,
+)
 from torch_xla_pp.transport.shards import from_bytes, to_bytes
 from torch_xla_pp.transport.stage_transport import (
     Message,
@@ -90,8 +94,8 @@ class HostTransport:
         if peer == self._wire.rank and not self._wire.has_arrived(ticket):
             raise not_sent_yet(message)
         parts = self._wire.receive(ticket).parts
+        _check(message, peer, parts, part_sizes(layouts, there))
         if there is None or are_alike(layouts, there):
-            _check(message, peer, parts, [_shard_bytes(x) for x in layouts])
             left = iter(parts)
             shards = [
                 [
@@ -101,7 +105,6 @@ class HostTransport:
                 for layout in layouts
             ]
         else:
-            _check(message, peer, parts, [[_num_bytes(x, x.shape)] for x in layouts])
             sides = zip(parts, layouts, there, strict=True)
             shards = [unpack_pieces(part, layout, far) for part, layout, far in sides]
         return [
@@ -114,21 +117,9 @@ def _key(message: Message) -> Key:
     return (message.title,)
 
 
-def _num_bytes(layout: ShardLayout, shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel() * layout.dtype.itemsize
-
-
-def _shard_bytes(layout: ShardLayout) -> list[int]:
-    return [_num_bytes(layout, layout.shard_shape)] * layout.tiling.num_shards
-
-
 def _check(
-    message: Message,
-    peer: int,
-    parts: Sequence[Tensor],
-    sizes: Sequence[Sequence[int]],
+    message: Message, peer: int, parts: Sequence[Tensor], expected: list[int]
 ) -> None:
-    expected = [size for of_value in sizes for size in of_value]
     got = [part.numel() for part in parts]
     if expected != got:
         raise TransportError(

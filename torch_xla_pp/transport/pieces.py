@@ -4,6 +4,7 @@ Both sides work out the same pieces from the two tilings, so a message needs no
 description of them. `there` is always how values lie on the peer's devices.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +23,24 @@ def are_alike(layouts: Sequence[ShardLayout], there: Sequence[Tiling] | None) ->
         there: How they lie on the peer, None for the same.
     """
     return there is None or [layout.tiling for layout in layouts] == list(there)
+
+
+def part_sizes(
+    layouts: Sequence[ShardLayout], there: Sequence[Tiling] | None
+) -> list[int]:
+    """Return the bytes of a message's parts: shards, or all pieces of a value.
+
+    Args:
+        layouts: How the values lie on this rank.
+        there: How they lie on the peer, None for the same.
+    """
+    if are_alike(layouts, there):
+        return [
+            math.prod(layout.shard_shape) * layout.dtype.itemsize
+            for layout in layouts
+            for _ in range(layout.tiling.num_shards)
+        ]
+    return [math.prod(layout.shape) * layout.dtype.itemsize for layout in layouts]
 
 
 def piece_table(
