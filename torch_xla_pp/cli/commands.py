@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch_xla_pp.cli.options import parser
-from torch_xla_pp.cli.sources import costs_of, edges_of, network_of, schedule_of
+from torch_xla_pp.cli.sources import edges_of, inputs_of, schedule_of
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.schedule import Schedule, verify
 from torch_xla_pp.simulate import Costs, simulate
@@ -62,7 +62,7 @@ def _check_schedule(parsed: Namespace) -> None:
 
 def _simulate(parsed: Namespace) -> None:
     schedule = schedule_of(parsed)
-    timeline = simulate(schedule, costs_of(parsed, schedule), network_of(parsed))
+    timeline = simulate(schedule, *inputs_of(parsed, schedule))
     if parsed.output:
         timeline.to_json(parsed.output)
     if parsed.trace:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch_xla_pp.schedule import (
-    Kind,
     Schedule,
     chain_of,
     dualpipev,
@@ -17,11 +16,12 @@ from torch_xla_pp.schedule import (
 )
 from torch_xla_pp.simulate import (
     Costs,
-    Flow,
     Link,
     Network,
+    edge_flows,
     measured_costs,
     measured_network,
+    stage_seconds,
 )
 from torch_xla_pp.timeline import Timeline
 
@@ -79,34 +79,16 @@ def _built(name: str, arguments: Namespace) -> Schedule:
     return _BUILDERS[name](arguments.ranks, arguments.microbatches, stages)
 
 
-def costs_of(arguments: Namespace, schedule: Schedule) -> Costs:
-    """Return the costs that options state, or those measured in files.
+def inputs_of(arguments: Namespace, schedule: Schedule) -> tuple[Costs, Network]:
+    """Return the costs and links that options state, or those measured in files.
 
     Raises:
         ValueError: They do not fit the schedule's stages.
     """
     if arguments.profile:
-        return measured_costs(_profiles(arguments))
-    stages = range(schedule.num_stages)
-    seconds: dict[tuple[int, Kind], float] = {}
-    for stage, forward_s, input_s, weight_s in zip(
-        stages,
-        _for_each_stage("--forward", arguments.forward, len(stages)),
-        _for_each_stage("--input", arguments.input, len(stages)),
-        _for_each_stage("--weight", arguments.weight, len(stages)),
-        strict=True,
-    ):
-        seconds[stage, "F"] = forward_s
-        seconds[stage, "B"] = input_s + weight_s
-        seconds[stage, "I"] = input_s
-        seconds[stage, "W"] = weight_s
-    return Costs(
-        seconds=seconds,
-        flows=tuple(
-            Flow(producer=producer, consumers=(consumer,), num_bytes=arguments.bytes)
-            for producer, consumer in edges_of(arguments, schedule)
-        ),
-    )
+        profiles = [Timeline.from_json(Path(file)) for file in arguments.profile]
+        return measured_costs(profiles), measured_network(profiles)
+    return _stated_costs(arguments, schedule), _stated_network(arguments)
 
 
 def edges_of(arguments: Namespace, schedule: Schedule) -> tuple[tuple[int, int], ...]:
@@ -117,17 +99,25 @@ def edges_of(arguments: Namespace, schedule: Schedule) -> tuple[tuple[int, int],
     return edges
 
 
-def network_of(arguments: Namespace) -> Network:
-    """Return equal links as options state, or those measured in files."""
-    if arguments.profile:
-        return measured_network(_profiles(arguments))
+def _stated_costs(arguments: Namespace, schedule: Schedule) -> Costs:
+    count = schedule.num_stages
+    times = zip(
+        _for_each_stage("--forward", arguments.forward, count),
+        _for_each_stage("--input", arguments.input, count),
+        _for_each_stage("--weight", arguments.weight, count),
+        strict=True,
+    )
+    return Costs(
+        seconds=stage_seconds(times),
+        flows=edge_flows(edges_of(arguments, schedule), arguments.bytes),
+    )
+
+
+def _stated_network(arguments: Namespace) -> Network:
+    """Return equal links."""
     bytes_per_s = arguments.bandwidth * 1e9
     link = Link(latency_s=arguments.latency * 1e-6, bytes_per_s=bytes_per_s)
     return Network(default=link)
-
-
-def _profiles(arguments: Namespace) -> list[Timeline]:
-    return [Timeline.from_json(Path(file)) for file in arguments.profile]
 
 
 def _for_each_stage(

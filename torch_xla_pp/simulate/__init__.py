@@ -1,6 +1,12 @@
 """Predict the timeline of a step from its schedule and what its actions cost."""
 
-from torch_xla_pp.simulate.costs import Costs, Flow, chain_flows
+from torch_xla_pp.simulate.costs import (
+    Costs,
+    Flow,
+    chain_flows,
+    edge_flows,
+    stage_seconds,
+)
 from torch_xla_pp.simulate.engine import simulate
 from torch_xla_pp.simulate.estimated import estimated_costs
 from torch_xla_pp.simulate.measured import measured_costs, measured_network
@@ -12,8 +18,10 @@ __all__ = [
     "Link",
     "Network",
     "chain_flows",
+    "edge_flows",
     "estimated_costs",
     "measured_costs",
     "measured_network",
     "simulate",
+    "stage_seconds",
 ]

@@ -1,6 +1,6 @@
 """What the stages of a model take, send and keep."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch_xla_pp.schedule import Kind, chain_of
@@ -91,23 +91,40 @@ class Costs:
             num_bytes: Size of what a stage sends the next one.
             saved_bytes: Size of what a stage keeps.
         """
-        times: dict[Kind, float] = {
-            "F": forward_s,
-            "B": input_s + weight_s,
-            "I": input_s,
-            "W": weight_s,
-        }
         stages = range(num_stages)
+        times = [(forward_s, input_s, weight_s)] * num_stages
         return cls(
-            seconds={(s, kind): time for s in stages for kind, time in times.items()},
+            seconds=stage_seconds(times),
             flows=chain_flows(num_stages, num_bytes),
             saved_bytes=dict.fromkeys(stages, saved_bytes) if saved_bytes else {},
         )
 
 
+def stage_seconds(
+    times: Iterable[tuple[float, float, float]],
+) -> dict[tuple[int, Kind], float]:
+    """Return what the actions of stages take.
+
+    Args:
+        times: For each stage what F, I and W take; B takes as long as I and W.
+    """
+    seconds: dict[tuple[int, Kind], float] = {}
+    for stage, (forward_s, input_s, weight_s) in enumerate(times):
+        seconds[stage, "F"] = forward_s
+        seconds[stage, "B"] = input_s + weight_s
+        seconds[stage, "I"] = input_s
+        seconds[stage, "W"] = weight_s
+    return seconds
+
+
 def chain_flows(num_stages: int, num_bytes: int = 0) -> tuple[Flow, ...]:
     """Return the flows of stages of which each uses the one before."""
+    return edge_flows(chain_of(num_stages), num_bytes)
+
+
+def edge_flows(edges: Iterable[tuple[int, int]], num_bytes: int) -> tuple[Flow, ...]:
+    """Return a flow for each pair of a stage and one that uses its values."""
     return tuple(
         Flow(producer=producer, consumers=(consumer,), num_bytes=num_bytes)
-        for producer, consumer in chain_of(num_stages)
+        for producer, consumer in edges
     )

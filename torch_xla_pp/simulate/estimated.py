@@ -3,8 +3,7 @@
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from torch_xla_pp.schedule import Kind
-from torch_xla_pp.simulate.costs import Costs, Flow
+from torch_xla_pp.simulate.costs import Costs, Flow, stage_seconds
 
 if TYPE_CHECKING:  # It imports torch, which simulating does without.
     from torch_xla_pp.graph import StageEdge, StageGraph
@@ -27,12 +26,9 @@ def estimated_costs(
         ValueError: The FLOPs of a stage or the size of a value are unknown.
     """
     _check(graph)
-    seconds: dict[tuple[int, Kind], float] = {}
-    for index, stage in enumerate(graph.stages):
-        forward_s = (stage.flops or 0) / flops_per_s / num_devices
-        for kind in ("F", "I", "W"):
-            seconds[index, kind] = forward_s
-        seconds[index, "B"] = 2 * forward_s
+    speed = flops_per_s * num_devices
+    forwards_s = [(stage.flops or 0) / speed for stage in graph.stages]
+    seconds = stage_seconds((time, time, time) for time in forwards_s)
     return Costs(seconds=seconds, flows=_flows(graph))
 
 
