@@ -26,6 +26,7 @@ from torch_xla_pp.graph.naming import name_built
 from torch_xla_pp.graph.record import (
     Operation,
     View,
+    meta_like,
     record_of,
     takes_device,
     value_of,
@@ -142,9 +143,7 @@ class _Reads(TorchFunctionMode):
 def constant(value: Tensor) -> Tensor:
     """Return a meta tensor that stands for a value, which it keeps alive."""
     value = value.detach()
-    result = torch.empty_strided(
-        value.shape, value.stride(), dtype=value.dtype, device="meta"
-    )
+    result = meta_like(value)
     _record(_aten.clone.default, ((value,), {}), [], [result])
     return result
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch_xla_pp.graph.deferred import constant
 from torch_xla_pp.graph.materialize import replace_tensors
 from torch_xla_pp.graph.naming import named_values
-from torch_xla_pp.graph.record import record_of, share_record
+from torch_xla_pp.graph.record import meta_like, record_of, share_record
 
 
 @contextlib.contextmanager
@@ -54,9 +54,7 @@ def _unfaked(value: Tensor) -> Tensor:
         return value
     if value.constant is not None:
         return constant(value.constant)
-    data = torch.empty_strided(
-        value.shape, value.stride(), dtype=value.dtype, device="meta"
-    )
+    data = meta_like(value)
     record = record_of(value)
     if record is not None:
         share_record(record, data)

@@ -160,6 +160,13 @@ def share_record(record: Record, tensor: Tensor) -> None:
     setattr(tensor.untyped_storage(), _ATTRIBUTE, record)
 
 
+def meta_like(value: Tensor) -> Tensor:
+    """Return a meta tensor of a value's sizes, strides and dtype, without a record."""
+    return torch.empty_strided(
+        value.shape, value.stride(), dtype=value.dtype, device="meta"
+    )
+
+
 def takes_device(function: OpOverload) -> bool:
     """Return whether a function can be told where to make its result."""
     return any(argument.name == "device" for argument in function._schema.arguments)
