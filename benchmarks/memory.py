@@ -22,22 +22,15 @@ from typing import Any
 
 import gpt
 import sides
-from sides import NUM_RANKS, Side
+from sides import NUM_RANKS
 
 SCHEDULES = ("GPipe", "1F1B", "ZBVZeroBubble")
 
 
 def saved(schedule: str, microbatches: int, size: dict[str, int]) -> list[Any]:
     """Return live microbatches and saved bytes of each stage, after one step."""
-    import torch.distributed as dist
-
-    import torch_xla_pp as xpp
-
-    xpp.device()
-    dist.init_process_group("xla_pp")
-    indices = sides.stage_indices(schedule, int(os.environ["RANK"]))
-    num_stages = sides.num_stages_of(schedule)
-    side = Side(sides.ours(), schedule, indices, num_stages, microbatches, size)
+    sides.join(sorted(os.sched_getaffinity(0)))
+    side = sides.our_side(schedule, microbatches, size)
     side.step()
     found = []
     for stage in side.stages:

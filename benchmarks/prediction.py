@@ -4,28 +4,27 @@
     python benchmarks/prediction.py --size large --microbatches 4 16 --json
 
 Two ranks of one local device each, rank r with all its threads on core r; torch's
-schedule classes; steps are recorded with `profile_step`. What actions take, and
-messages, is measured in few cells, marked with *: one for each set of stages and
-kinds. From that all cells are predicted. Columns, as the JSON names them:
+schedule classes; steps are recorded with `profile_step`. The cells take turns, one
+step each. In every round, what actions and messages take is measured in few cells,
+marked with *: one for each set of stages and kinds. From that all cells are predicted.
+Columns, as the JSON names them, all of which are medians over the rounds:
 
-measured_s: From the first action's start to the last one's end, the median of the
-    recorded steps.
+measured_s: From the first action's start to the last one's end.
 predicted_s: The same of the simulated step.
-error: predicted_s / measured_s - 1. Should be within 10 %.
-measured_bubble, predicted_bubble: Share of the ranks' time that is no work, medians.
+error: predicted_s / measured_s - 1 of the same round. Should be within 10 %.
+measured_bubble, predicted_bubble: Share of the ranks' time that is no work.
 """
 
 import argparse
 import json
 import os
-import statistics
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import gpt
 import sides
-import torch.distributed as dist
-from pinning import check_pinned, pin
+from pinning import check_pinned
 from sides import NUM_RANKS, SCHEDULES, Side
 
 from torch_xla_pp.schedule import (
@@ -40,7 +39,7 @@ from torch_xla_pp.simulate import measured_costs, measured_network, simulate
 from torch_xla_pp.timeline import Timeline, summarize
 
 ROUNDS = 7
-WARM_UP_STEPS = 3
+WARM_UP_ROUNDS = 3
 # Schedules that are measured, by the number of stages of a rank; together they have all
 # kinds of actions.
 MEASURED = {1: ("1F1B",), 2: ("Interleaved1F1B", "ZBVZeroBubble")}
@@ -56,54 +55,50 @@ Cell = tuple[str, int]  # schedule and number of microbatches
 
 
 def recorded(
-    schedule: str, microbatches: int, size_name: str, cores: Sequence[int], rounds: int
-) -> list[Timeline]:
-    """Record steps; every rank calls, in a process of its own."""
-    rank = int(os.environ["RANK"])
-    pin(cores[rank % len(cores)])
+    cells: Sequence[Cell], size_name: str, cores: Sequence[int], rounds: int
+) -> list[dict[Cell, Timeline]]:
+    """Record a step of each cell, again and again; every rank calls."""
+    core = sides.join(cores)
+    size = gpt.SIZES[size_name]
+    made = {cell: sides.our_side(*cell, size) for cell in cells}
+    found = []
+    for _ in range(WARM_UP_ROUNDS + rounds):
+        found.append({cell: recorded_step(side) for cell, side in made.items()})
+    check_pinned(core)
+    return found[WARM_UP_ROUNDS:]
+
+
+def recorded_step(side: Side) -> Timeline:
+    """Record one step."""
     import torch_xla_pp as xpp
 
-    xpp.device()
-    dist.init_process_group("xla_pp")
-    side = Side(
-        sides.ours(),
-        schedule,
-        sides.stage_indices(schedule, rank),
-        sides.num_stages_of(schedule),
-        microbatches,
-        gpt.SIZES[size_name],
-    )
-    found = []
-    for _ in range(WARM_UP_STEPS + rounds):
-        with xpp.profile_step(side.runner) as profile:
-            side.step()
-        found.append(profile.timeline)
-    check_pinned(cores[rank % len(cores)])
-    return found[WARM_UP_STEPS:]
+    with xpp.profile_step(side.runner) as profile:
+        side.step()
+    return profile.timeline
 
 
-def row_of(cell: Cell, steps: Sequence[Timeline], known: Sequence[Timeline]) -> Any:
-    """Compare the steps of a cell with what others predict.
-
-    Args:
-        cell: The cell.
-        steps: Its steps.
-        known: Steps of the same stages.
-    """
+def row_of(
+    cell: Cell, rounds: Sequence[dict[Cell, Timeline]], known: Sequence[Cell]
+) -> dict[str, Any]:
+    """Compare a cell, round by round, with what steps of the same stages predict."""
     schedule, microbatches = cell
-    predicted = simulate(
-        ORDERS[schedule](microbatches), measured_costs(known), measured_network(known)
-    )
-    measured_s = statistics.median(step.step_s for step in steps)
-    bubbles = [summarize(step).bubble_share for step in steps]
+    order = ORDERS[schedule](microbatches)
+    measured = [steps[cell] for steps in rounds]
+    predicted = []
+    for steps in rounds:
+        sources = [steps[source] for source in known]
+        predicted.append(
+            simulate(order, measured_costs(sources), measured_network(sources))
+        )
+    pairs = list(zip(predicted, measured, strict=True))
     return {
         "schedule": schedule,
         "microbatches": microbatches,
-        "measured_s": measured_s,
-        "predicted_s": predicted.step_s,
-        "error": predicted.step_s / measured_s - 1,
-        "measured_bubble": statistics.median(bubbles),
-        "predicted_bubble": summarize(predicted).bubble_share,
+        "measured_s": median(step.step_s for step in measured),
+        "predicted_s": median(step.step_s for step in predicted),
+        "error": median(guess.step_s / step.step_s - 1 for guess, step in pairs),
+        "measured_bubble": median(summarize(s).bubble_share for s in measured),
+        "predicted_bubble": median(summarize(s).bubble_share for s in predicted),
     }
 
 
@@ -138,19 +133,18 @@ def main() -> None:
     sets = {sides.num_stages_of(name) // NUM_RANKS for name in options.schedules}
     sources = {n: [(name, count) for name in MEASURED[n]] for n in sets}
     cells = [(name, m) for name in options.schedules for m in options.microbatches]
-    steps: dict[Cell, list[Timeline]] = {}
-    for schedule, microbatches in dict.fromkeys([*sum(sources.values(), []), *cells]):
-        with Worlds() as worlds:
-            steps[schedule, microbatches], _ = worlds.run(
-                prediction.recorded,
-                ranks=NUM_RANKS,
-                args=(schedule, microbatches, options.size, cores, options.rounds),
-                timeout_s=3600,
-            )
+    everything = list(dict.fromkeys([*sum(sources.values(), []), *cells]))
+    with Worlds() as worlds:
+        rounds, _ = worlds.run(
+            prediction.recorded,
+            ranks=NUM_RANKS,
+            args=(everything, options.size, cores, options.rounds),
+            timeout_s=7200,
+        )
     errors = []
     for cell in cells:
         used = sources[sides.num_stages_of(cell[0]) // NUM_RANKS]
-        row = row_of(cell, steps[cell], [step for key in used for step in steps[key]])
+        row = row_of(cell, rounds, used)
         errors.append(abs(row["error"]))
         mark = "*" if cell in used else ""
         print(json.dumps(row) if options.json else line_of(row, mark), flush=True)

@@ -4,12 +4,14 @@ The schedules are torch's own classes. A peer is upstream's stage on eager CPU
 PyTorch, whose modules may be torch.compile'd, in a group of backend gloo.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import gpt
 import torch
 import torch.distributed as dist
+from pinning import pin
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -99,6 +101,30 @@ def peer(group: dist.ProcessGroup, *, is_compiled: bool = False) -> MakeStage:
         return PeerStage(module, index, num_stages, cpu, group=group)
 
     return make
+
+
+def join(cores: Sequence[int]) -> int:
+    """Give this rank a core of its own, start XLA and join the job.
+
+    Returns:
+        The core, to which all threads are bound.
+    """
+    core = cores[int(os.environ["RANK"]) % len(cores)]
+    pin(core)
+    import torch_xla_pp as xpp
+
+    xpp.device()
+    dist.init_process_group("xla_pp")
+    return core
+
+
+def our_side(schedule: str, microbatches: int, size: dict[str, int]) -> Side:
+    """Return this rank's part of our pipeline."""
+    indices, num_stages = (
+        stage_indices(schedule, dist.get_rank()),
+        num_stages_of(schedule),
+    )
+    return Side(ours(), schedule, indices, num_stages, microbatches, size)
 
 
 def stage_indices(schedule: str, rank: int) -> list[int]:

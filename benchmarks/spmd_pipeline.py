@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import gpt
+import sides
 import torch
-from pinning import pin
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 NUM_DEVICES = 2
 TURNS = 3
@@ -45,19 +47,15 @@ def batch(microbatches: int, size: dict[str, int]) -> tuple[Tensor, Tensor]:
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     """Return the mean of squares."""
-    return (output - target.to(output.device)).square().mean()
+    return F.mse_loss(output, target.to(output.device))
 
 
 def time_ranks(schedule: str, microbatches: int, size: dict[str, int]) -> list[float]:
     """Time steps of a pipeline over ranks, in seconds."""
-    rank = int(os.environ["RANK"])
-    cores = sorted(os.sched_getaffinity(0))
-    pin(cores[rank % len(cores)])
-    import torch.distributed as dist
-
+    sides.join(sorted(os.sched_getaffinity(0)))
     import torch_xla_pp as xpp
 
-    dist.init_process_group("xla_pp")
+    rank = dist.get_rank()
     torch.manual_seed(rank)
     blocks = [gpt.Block(size["width"], size["heads"]) for _ in range(size["layers"])]
     part = nn.Sequential(*blocks[: size["layers"] // NUM_DEVICES])
@@ -67,8 +65,6 @@ def time_ranks(schedule: str, microbatches: int, size: dict[str, int]) -> list[f
 
 def time_spmd(repeats: int, microbatches: int, size: dict[str, int]) -> list[float]:
     """Time steps of a pipeline inside of one program, in seconds."""
-    import torch.distributed as dist
-
     import torch_xla_pp as xpp
 
     dist.init_process_group("xla_pp")

@@ -47,7 +47,7 @@ import gpt
 import programs
 import sides
 import torch.distributed as dist
-from pinning import check_pinned, pin
+from pinning import check_pinned
 from sides import NUM_RANKS, ONE_STAGE, SCHEDULES, MakeStage, Side
 
 ROUNDS = 7
@@ -76,24 +76,20 @@ class Bench:
     """Measure cells; every rank does the same calls in the same order."""
 
     def __init__(self, job: Job) -> None:
-        self.rank = int(os.environ["RANK"])
-        self.core = job.cores[self.rank % len(job.cores)]
-        pin(self.core)
-        import torch_xla_pp as xpp
+        self.core = sides.join(job.cores)
         from torch_xla_pp import xla_compat
 
+        self.rank = dist.get_rank()
         self.job = job
         self.size = gpt.SIZES[job.size_name]
-        xpp.device()
         self._wait_device = xla_compat.wait_device
-        dist.init_process_group("xla_pp")
         self._gloo = dist.new_group(backend="gloo")
         self._alone = dist.new_group([0], backend="xla_pp")
 
     def cell(self, schedule: str, microbatches: int) -> dict[str, Any]:
         """Measure one schedule with one number of microbatches."""
         start = time.perf_counter()
-        ours = self._side(sides.ours(), schedule, microbatches)
+        ours = sides.our_side(schedule, microbatches, self.size)
         ours.step()
         self._wait_device()
         row: dict[str, Any] = {

@@ -27,7 +27,7 @@ from typing import Any
 import gpt
 import sides
 import torch.distributed as dist
-from pinning import check_pinned, pin
+from pinning import check_pinned
 from sides import NUM_RANKS, SCHEDULES, Side
 from step_time import gathered, num_compiles
 
@@ -40,16 +40,10 @@ def cell(
     schedule: str, microbatches: int, size_name: str, cores: Sequence[int], rounds: int
 ) -> dict[str, Any]:
     """Measure one schedule; every rank calls, in a process of its own."""
-    rank = int(os.environ["RANK"])
-    pin(cores[rank % len(cores)])
+    core = sides.join(cores)
     import torch_xla_pp as xpp
 
-    xpp.device()
-    dist.init_process_group("xla_pp")
-    num_stages = sides.num_stages_of(schedule)
-    indices = sides.stage_indices(schedule, rank)
-    size = gpt.SIZES[size_name]
-    side = Side(sides.ours(), schedule, indices, num_stages, microbatches, size)
+    side = sides.our_side(schedule, microbatches, gpt.SIZES[size_name])
     times: dict[str, list[float]] = {name: [] for name in SIDES}
     cpu_times: dict[str, list[float]] = {name: [] for name in SIDES}
     before = 0
@@ -68,7 +62,7 @@ def cell(
         ):
             times[name].append(time_s)
             cpu_times[name].append(cpu_s)
-    check_pinned(cores[rank % len(cores)])
+    check_pinned(core)
     row: dict[str, Any] = {
         "model": size_name,
         "schedule": schedule,
