@@ -23,26 +23,6 @@ BASICS = {
     "num_attention_heads": HEADS,
     "max_position_embeddings": LENGTH,
 }
-LLAMA_RULES = xpp.AxisRules(
-    parameters={
-        "*.q_proj.weight": ("heads", "embed"),
-        "*.[kv]_proj.weight": ("kv_heads", "embed"),
-        "*.o_proj.weight": ("embed", "heads"),
-        "*.gate_proj.weight": ("mlp", "embed"),
-        "*.up_proj.weight": ("mlp", "embed"),
-        "*.down_proj.weight": ("embed", "mlp"),
-        "*.embed_tokens.weight": ("vocab", "embed"),
-        "lm_head.weight": ("vocab", "embed"),
-    },
-    activations={
-        "*.q_proj": ("batch", "sequence", "heads"),
-        "*.[kv]_proj": ("batch", "key_sequence", "kv_heads"),
-        "*.o_proj": ("batch", "norm_sequence", "embed"),
-        "*.up_proj": ("batch", "sequence", "mlp"),
-        "*.down_proj": ("batch", "norm_sequence", "embed"),
-        "lm_head": ("batch", "sequence", "vocab"),
-    },
-)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ count, so that those near zero may differ by more: 1e-3.
 """
 
 import pytest
-from runtime.language_models import LLAMA_RULES, Job, Report, train
+from llama_tp import RULES
+from runtime.language_models import Job, Report, train
 
-from torch_xla_pp.mesh import presets
 from torch_xla_pp.testing import Worlds
 
 pytestmark = pytest.mark.worlds
@@ -33,7 +33,6 @@ def run(worlds: Worlds, job: Job) -> list[Report]:
     ("model", "shared"),
     [
         ("gpt2", [(0, 1)]),
-        ("llama", []),
         ("bert", [(0, 1)]),
         ("t5", [(0, 1)]),
         ("mixtral", []),
@@ -44,8 +43,7 @@ def test_two_ranks(worlds: Worlds, model: str, shared: list[tuple[int, ...]]) ->
 
 
 def test_tensor_parallelism_with_grouped_queries(worlds: Worlds) -> None:
-    rules = presets.tp("model") | LLAMA_RULES
-    for report in run(worlds, Job(model="llama", devices=2, rules=rules)):
+    for report in run(worlds, Job(model="llama", devices=2, rules=RULES)):
         held = report.explanation.parameter_bytes
         assert held < 0.6 * 4 * report.explanation.num_parameters
 

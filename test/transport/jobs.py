@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from joining import join
 from torch import Tensor
@@ -74,6 +75,18 @@ DTYPES = (
     torch.uint8,
     torch.bool,
 )
+
+
+def same_draws(count: int) -> settings:
+    """Let all ranks draw the same examples, and none again if one fails."""
+    return settings(
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 @st.composite

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_xla.debug.metrics as met
-from hypothesis import HealthCheck, Phase, given, settings
-from jobs import Spec, assert_same, boundary_values, on_device, start
+from hypothesis import given
+from jobs import Spec, assert_same, boundary_values, on_device, same_draws, start
 from logged import logged
 from torch import Tensor
 from torchrun import torchrun
@@ -125,14 +125,7 @@ def random_values() -> int:
     group, transport, peer = join()
     count = 0
 
-    @settings(
-        max_examples=25,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @same_draws(25)
     @given(boundary_values())
     def exchange(drawn: list[tuple[Tensor, Spec]]) -> None:
         nonlocal count

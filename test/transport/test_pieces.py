@@ -5,8 +5,17 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from jobs import DTYPES, Spec, assert_same, boundary_values, mesh, on_device, start
+from hypothesis import given
+from jobs import (
+    DTYPES,
+    Spec,
+    assert_same,
+    boundary_values,
+    mesh,
+    on_device,
+    same_draws,
+    start,
+)
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
@@ -110,14 +119,7 @@ def random_values() -> int:
     rank, peer = group.rank(), 1 - group.rank()
     count = 0
 
-    @settings(
-        max_examples=15,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @same_draws(15)
     @given(boundary_values())
     def exchange(drawn: list[tuple[Tensor, Spec]]) -> None:
         nonlocal count
