@@ -80,6 +80,31 @@ def test_arrows_lead_from_the_action_that_sends_to_the_one_that_receives(
     )
 
 
+def test_an_arrow_leads_to_the_half_of_a_backward_that_waited_for_it() -> None:
+    def span(kind: str, start_s: float, end_s: float) -> Span:
+        return Span(
+            rank=0, stage=0, kind=kind, microbatch=0, start_s=start_s, end_s=end_s
+        )
+
+    transfer = Transfer(
+        sender_stage=1,
+        sender_rank=1,
+        receiver_stage=0,
+        receiver_rank=0,
+        kind="B",
+        microbatch=0,
+        sent_s=3,
+        received_s=4,
+        num_bytes=8,
+    )
+    for received in ("I", "W"):
+        empty = span("IW"[received == "I"], 1, 1)
+        spans = (empty, span(received, 2, 5))
+        step = Timeline(num_ranks=2, spans=spans, transfers=(transfer,))
+        (end,) = [e for e in events_of(to_chrome(step)) if e["ph"] == "f"]
+        assert end["ts"] == 3e6
+
+
 def test_several_timelines_are_beside_each_other(step: Timeline) -> None:
     text = to_chrome({"measured": step, "predicted": step})
     names = [e for e in events_of(text) if e["name"] == "process_name"]

@@ -9,7 +9,7 @@ Source: "Trace Event Format", Google, 2016.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ _COLOURS = {
     "W": "rail_idle",
 }
 _WAITING_COLOUR = "grey"
-# Messages of which kind the actions of which kinds send and receive.
-_USERS = {"F": "F", "B": "BI"}
+# Kind of message → kinds of actions. A first stage may have nothing to do in I, and
+# receives in W.
+_SENDERS = {"F": "F", "B": "BI"}
+_RECEIVERS = {"F": "F", "B": "BIW"}
 # Arrows end inside slices, so this much before the end of one.
 _INSIDE_S = 1e-9
 
@@ -99,15 +101,15 @@ def _slices(span: Span, zero_s: float) -> Iterator[_Event]:
 def _arrow(
     transfer: Transfer, spans: Mapping[tuple[int, str, int], Span], zero_s: float
 ) -> Iterator[_Event]:
+    t = transfer
     ends = (
-        ("s", transfer.sender_stage, transfer.sender_rank, transfer.sent_s),
-        ("f", transfer.receiver_stage, transfer.receiver_rank, transfer.received_s),
+        ("s", _SENDERS, t.sender_stage, t.sender_rank, t.sent_s),
+        ("f", _RECEIVERS, t.receiver_stage, t.receiver_rank, t.received_s),
     )
-    for phase, stage, rank, time_s in ends:
-        kinds = _USERS.get(transfer.kind, "")
-        found = [spans.get((stage, kind, transfer.microbatch)) for kind in kinds]
-        for span in filter(None, found):
-            time_s = max(span.start_s, min(time_s, span.end_s - _INSIDE_S))
+    for phase, users, stage, rank, noted_s in ends:
+        kinds = users.get(t.kind, "")
+        found = [spans.get((stage, kind, t.microbatch)) for kind in kinds]
+        time_s = _nearest([span for span in found if span is not None], noted_s)
         event = {
             "ph": phase,
             "name": str(transfer),
@@ -117,6 +119,12 @@ def _arrow(
             "args": {"bytes": transfer.num_bytes},
         }
         yield event if phase == "s" else {**event, "bp": "e"}
+
+
+def _nearest(spans: Sequence[Span], time_s: float) -> float:
+    """Return the time in any of the spans that is nearest to a time."""
+    times_s = [max(s.start_s, min(time_s, s.end_s - _INSIDE_S)) for s in spans]
+    return min(times_s, key=lambda found_s: abs(found_s - time_s), default=time_s)
 
 
 def _microseconds(seconds: float) -> float:
