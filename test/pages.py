@@ -5,8 +5,9 @@
 writes what was printed into the pages. A `text` block right behind a `python` block
 is what that block prints: on all ranks, those that print the same counted once.
 
-A page of `PURE` runs in one process without devices, one of `RANKS` in two ranks of a
-device each. The pages of `EXAMPLE` are one script for two ranks of two devices.
+A page of `PURE` runs in one process without devices, one of `RANKS` in as many ranks
+and devices of each as stand there. The pages of `EXAMPLE` are one script for two ranks
+of two devices.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from torch_xla_pp.testing import Worlds
 
 DOCS = ROOT / "docs"
 PURE = ("how-to/choose-a-schedule.md", "how-to/write-a-schedule.md")
-RANKS = ("how-to/debug-a-hang.md",)
+RANKS = {"how-to/debug-a-hang.md": (2, 1), "spmd-pipeline.md": (1, 2)}
 EXAMPLE = tuple(
     f"explanation/{name}.md"
     for name in ("split", "plan", "schedule", "run", "compile", "data-flow")
@@ -65,9 +66,10 @@ def run_here(codes: Sequence[str]) -> list[str]:
 
 
 def run_in_ranks(page: str, worlds: Worlds) -> list[str]:
-    """Run a page in two ranks; return what each of its blocks prints."""
+    """Run a page in its ranks; return what each of its blocks prints."""
     codes = [block.code for block in blocks_of(page)]
-    return _merged(worlds.run(run_here, ranks=2, args=(codes,)))
+    ranks, devices = RANKS[page]
+    return _merged(worlds.run(run_here, ranks=ranks, devices=devices, args=(codes,)))
 
 
 def run_example(folder: Path) -> dict[str, list[str]]:

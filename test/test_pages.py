@@ -28,7 +28,7 @@ def test_pages_without_devices_show_what_they_print(page: str) -> None:
 
 @pytest.mark.worlds
 @pytest.mark.parametrize("page", pages.RANKS)
-def test_pages_for_two_ranks_show_what_they_print(page: str, worlds: Worlds) -> None:
+def test_pages_for_ranks_show_what_they_print(page: str, worlds: Worlds) -> None:
     check(page, pages.run_in_ranks(page, worlds))
 
 
