@@ -34,7 +34,9 @@ PRESETS = {
     "dp": presets.dp("data"),
     "fsdp": presets.fsdp("data"),
     "fsdp_once": presets.fsdp("data", gather_once=True),
+    "fsdp_transpose": presets.fsdp_transpose("data"),
     "tp": presets.tp("model"),
+    "tp_transpose": presets.tp_transpose("model"),
     "dp+tp": presets.mix(presets.dp("data"), presets.tp("model")),
     "fsdp+tp": presets.mix(presets.fsdp("data"), presets.tp("model")),
     "fsdp_once+tp": presets.mix(

@@ -50,6 +50,8 @@ def check(reports: list[Report]) -> None:
         ("dp+tp", "manual", True),
         ("fsdp_once+tp", "manual", True),
         ("dp+cp", "manual", True),
+        ("dp+sp", "manual", True),
+        ("dp+tensor_sequence", "manual", True),
     ],
 )
 def test_presets_train_as_one_process(
