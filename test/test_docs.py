@@ -7,6 +7,7 @@ import pytest
 from torchrun import ROOT, torchrun
 
 from torch_xla_pp.cli import main
+from torch_xla_pp.timeline import Timeline
 
 pytestmark = pytest.mark.worlds
 
@@ -15,7 +16,10 @@ def python_blocks(page: Path) -> str:
     return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 
 
-def test_the_tutorial_runs_and_its_steps_are_recorded(tmp_path: Path) -> None:
+def test_the_tutorial_runs_and_its_steps_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_XLA_PP_DUMP_DIR", str(tmp_path / "dump"))
     script, trace = tmp_path / "first.py", tmp_path / "trace.json"
     recording = python_blocks(ROOT / "docs" / "timelines.md")
     recording = recording.replace('"trace.json"', f'"{trace}"')
@@ -28,6 +32,22 @@ def test_the_tutorial_runs_and_its_steps_are_recorded(tmp_path: Path) -> None:
     assert "output (16, 16)" in printed
     assert "0 -> 1 F" in printed
     assert "0F3" in trace.read_text()
+    check_dump(tmp_path / "dump")
+
+
+def check_dump(folder: Path) -> None:
+    """See whether each rank has written what it made."""
+    for rank in range(2):
+        own = folder / f"rank{rank}"
+        assert "0.out0 -> 1.in0" in (own / "stage_graph.txt").read_text()
+        plan = (own / "plan.txt").read_text()
+        assert (
+            plan == "stage 0 on rank 0\nstage 1 on rank 1, takes from stage 0 on rank 0"
+        )
+        assert (own / "schedule.csv").read_text().splitlines()[0].startswith("0F0,")
+        assert "all-reduce" in (own / f"stage{rank}.txt").read_text()
+        assert Timeline.from_json(own / "timeline.json").num_ranks == 2
+        assert any("ENTRY" in file.read_text() for file in own.glob("hlo/*.txt"))
 
 
 def test_the_page_on_stage_graphs_runs(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """Environment variables are read in one place and refused clearly."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from torch_xla_pp import env
+from torch_xla_pp.dump import dump
 
 pytestmark = pytest.mark.pure
 
@@ -32,3 +34,26 @@ def test_flags_for_xla_are_added_to_the_users_and_never_replace_them(
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_xnnpack=true")
     env.set_defaults()
     assert os.environ["XLA_FLAGS"] == "--xla_cpu_use_xnnpack=true"
+
+
+def test_programs_are_written_into_the_ranks_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCH_XLA_PP_DUMP_DIR", str(tmp_path))
+    monkeypatch.setenv("RANK", "3")
+    assert env.dump_dir() == tmp_path / "rank3"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_xnnpack=true")
+    env.set_defaults()
+    assert f"--xla_dump_to={tmp_path}/rank3/hlo --xla_dump" in os.environ["XLA_FLAGS"]
+    dump("a.txt", "one")
+    dump("a.txt", "two")
+    assert (tmp_path / "rank3" / "a.txt").read_text() == "two"
+
+
+def test_a_folder_that_cannot_be_written_to_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCH_XLA_PP_DUMP_DIR", str(tmp_path / "file"))
+    dump("a.txt", "text")
+    assert "TORCH_XLA_PP_DUMP_DIR: a.txt was not written" in caplog.text

@@ -12,7 +12,7 @@ PACKAGE = "torch_xla_pp"
 ROOT = Path(__file__).parent.parent / PACKAGE
 LAYERS = (
     ("errors", "env", "elf"),
-    ("mesh", "timeline", "xla_compat"),
+    ("dump", "mesh", "timeline", "xla_compat"),
     ("graph", "transport"),
     ("plan",),
     ("schedule", "compile"),

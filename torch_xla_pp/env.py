@@ -14,12 +14,17 @@ def set_defaults() -> None:
 
     XLA's partitioner prints one notice of its future removal per compiled program;
     errors are still printed. On CPU devices XLA's matrix products are faster without
-    XNNPACK, see docs/performance/step.md; other devices ignore that flag.
+    XNNPACK, see docs/performance/step.md; other devices ignore that flag. With
+    `TORCH_XLA_PP_DUMP_DIR` XLA writes its programs, too.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_cpu_use_xnnpack" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_xnnpack=false".strip()
+        flags = f"{flags} --xla_cpu_use_xnnpack=false"
+    folder = dump_dir()
+    if folder is not None and "xla_dump_to" not in flags:
+        flags = f"{flags} --xla_dump_to={folder / 'hlo'} --xla_dump_hlo_as_text"
+    os.environ["XLA_FLAGS"] = flags.strip()
 
 
 def timeout_s() -> float:
@@ -62,6 +67,16 @@ def transport() -> TransportName | None:
             f"{text!r}. Unset it to use the best one."
         )
     return None
+
+
+def dump_dir() -> Path | None:
+    """Return where this rank writes what it makes, None if it does not.
+
+    Set by `TORCH_XLA_PP_DUMP_DIR`, in which each rank has a folder.
+    """
+    folder = os.environ.get("TORCH_XLA_PP_DUMP_DIR", "")
+    rank = os.environ.get("RANK", "0")
+    return Path(folder).absolute() / f"rank{rank}" if folder else None
 
 
 def master_host() -> str:

@@ -15,6 +15,7 @@ from torch.distributed.pipelining import SplitPoint
 from torch.utils import _pytree as pytree
 
 from torch_xla_pp.compile import Remat, marking_checkpoints
+from torch_xla_pp.dump import dump
 from torch_xla_pp.graph import (
     Prepared,
     as_on_host,
@@ -80,6 +81,7 @@ class Pipe(_TracedPipe):
         for index in range(self.num_stages):
             tie_parameters(names, self.get_stage_module(index))
         self.stage_graph = describe(self.split_gm, prepared.names, names)
+        dump("stage_graph.txt", str(self.stage_graph))
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Run all stages in this process, one after the other.

@@ -28,6 +28,18 @@ class Wiring:
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     tilings: Mapping[str, Mapping[int, Tiling]] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        lines = []
+        for stage, rank in enumerate(self.ranks):
+            sources = ", ".join(
+                f"{p} on rank {self.ranks[p]}" for p in self.producers(stage)
+            )
+            taken = f", takes from stage {sources}" if sources else ""
+            lines.append(f"stage {stage} on rank {rank}{taken}")
+        for group, stages in self.shared.items():
+            lines.append(f"{group} is shared by stages {', '.join(map(str, stages))}")
+        return "\n".join(lines)
+
     def producers(self, stage: int) -> tuple[int, ...]:
         """Return the stages whose outputs `stage` takes."""
         return tuple(sorted({source.stage for source in self.inputs[stage].sources}))

@@ -139,6 +139,7 @@ class StagePlan:
         expected_outputs: What the outputs must look like, None if anything goes.
         tilings: Stage → how what it takes and makes lies on its rank, of all stages;
             known once all have their plans.
+        is_described: Whether what it costs was written down.
     """
 
     stage: int
@@ -155,6 +156,7 @@ class StagePlan:
     signature: Signature
     expected_outputs: Sequence[Tensor] | None
     tilings: dict[int, Mapping[Value, Tiling]] = field(default_factory=dict)
+    is_described: bool = False
     _variants: dict[Mode, Variant] = field(default_factory=dict)
 
     @property

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.runtime.recorder import StepRecorder
 from torch_xla_pp.runtime.spans import Notes, latest, message_of, spans_of, transfers_of
@@ -97,6 +98,7 @@ def profile_step(schedule: Any) -> Iterator[StepProfile]:
             yield profile
         notes = _notes(rendezvous.rank, recorder, offset_ns)
         profile._timeline = _merge(rendezvous, notes)
+    dump("timeline.json", profile.timeline.to_json())
 
 
 @contextlib.contextmanager

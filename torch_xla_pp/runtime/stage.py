@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_xla_pp import xla_compat
+from torch_xla_pp import env, xla_compat
 from torch_xla_pp.compile import Remat, StagePrograms, check_remat, tangent
+from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PipelineError, StageShapeError, TransportError
 from torch_xla_pp.graph import Template
 from torch_xla_pp.mesh import (
@@ -339,7 +340,9 @@ class XlaPipelineStage(SilentStage):
             replica=self._replica,
         )
         key, wiring = handshake.agree_on_stages(self._pg.rendezvous, claim)
+        dump("plan.txt", str(wiring))
         if order is not None:
+            dump("schedule.csv", order.to_csv())
             verify(
                 order,
                 wiring.edges(),
@@ -684,9 +687,17 @@ class XlaPipelineStage(SilentStage):
             self._exchange.settle()
             for stage in stages:
                 stage._state.publish_grads()
+                stage._describe_once()
             first = stages[0]
             if first.has_backward and self._variant(plan).programs.has_backward:
                 first._drives[self._driver()].kinds.forget_announced()
+
+    def _describe_once(self) -> None:
+        """Write down what each kind of step costs, when the first one is done."""
+        plan = self._plan()
+        if env.dump_dir() is not None and not plan.is_described:
+            plan.is_described = True
+            dump(f"stage{self.stage_index}.txt", str(self.explain()))
 
     def _end_backwards(self) -> None:
         """Finish what this stage does alone with its gradients, and send them.
