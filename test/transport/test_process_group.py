@@ -1,5 +1,7 @@
 """The backend "xla_pp" moves XLA and CPU tensors between worlds."""
 
+import contextlib
+import os
 import re
 from datetime import timedelta
 from typing import Any
@@ -258,6 +260,61 @@ def collectives_of_cpu_tensors() -> None:
     dist.recv(got, 1 - rank, group=swapped)
     assert_same(got, on_device(torch.full((2,), 1.0 - rank)))
     assert of_group(None) is group
+
+
+def collectives_on_one_core() -> None:
+    """Threads that take turns on a core find deadlocks that others rarely do."""
+    start()
+    cores = os.sched_getaffinity(0)
+    run_on({min(cores)})
+    for number in range(200):
+        objects: list[Any] = [None, None]
+        dist.all_gather_object(objects, number)
+        dist.barrier()
+        assert objects == [number, number]
+    run_on(cores)
+
+
+def run_on(cores: set[int]) -> None:
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task), cores)
+
+
+def test_collectives_end_while_gloo_drops_the_tensors_of_others(worlds: Worlds) -> None:
+    worlds.run(collectives_on_one_core, ranks=2, timeout_s=60)
+
+
+def other_collectives_of_cpu_tensors() -> None:
+    """Those that torch hands to groups by other methods."""
+    start()
+    rank = dist.get_rank()
+    got = torch.zeros(2)
+    dist.all_to_all_single(got, torch.tensor([10.0, 11.0]) + 2 * rank)
+    assert got.tolist() == [10 + rank, 12 + rank]
+    part = torch.zeros(1)
+    dist.reduce_scatter(part, [torch.tensor([1.0 + rank]), torch.tensor([5.0 + rank])])
+    assert part.item() == (3, 11)[rank]
+    together = torch.zeros(2)
+    dist.all_gather_into_tensor(together, torch.tensor([float(rank)]))
+    assert together.tolist() == [0, 1]
+    values = [torch.tensor([1.0 + rank]), torch.tensor([2.0 + rank])]
+    dist.all_reduce_coalesced(values)
+    assert [value.item() for value in values] == [3, 5]
+    found = [torch.zeros(1) for _ in range(2)] if rank == 0 else None
+    dist.gather(torch.tensor([float(rank)]), found)
+    assert found is None or [value.item() for value in found] == [0, 1]
+    given = torch.zeros(1)
+    sources = [torch.tensor([7.0]), torch.tensor([8.0])] if rank == 0 else None
+    dist.scatter(given, sources)
+    assert given.item() == 7 + rank
+    total = torch.tensor([1.0])
+    dist.reduce(total, 0)
+    assert rank or total.item() == 2
+
+
+def test_other_collectives_of_cpu_tensors_work_as_with_gloo(worlds: Worlds) -> None:
+    worlds.run(other_collectives_of_cpu_tensors, ranks=2)
 
 
 def test_cpu_tensors_objects_and_groups_work_as_with_gloo(worlds: Worlds) -> None:

@@ -3,6 +3,7 @@
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
+    BarrierOptions,
     BroadcastOptions,
     PrefixStore,
     ProcessGroupGloo,
@@ -12,6 +13,7 @@ from torch._C._distributed_c10d import (
 __all__ = [
     "AllgatherOptions",
     "AllreduceOptions",
+    "BarrierOptions",
     "BroadcastOptions",
     "PrefixStore",
     "ProcessGroupGloo",

@@ -5,6 +5,10 @@ tensors go shard by shard: each device's shard to the paired device of the peer'
 world, through the host, so that nothing is gathered. Sends never wait for the
 receiver; receives and collectives end early when a peer fails.
 
+Law: gloo is called past torch's own methods of a group. Those of a Python subclass hold
+the interpreter's lock, even where nothing is overridden, while they wait for a lock of
+gloo's, whose thread may hold it and wait for the interpreter's to drop a tensor.
+
 Collectives on XLA tensors are meant for values such as losses and gradient norms:
 every rank sends its shards to every other one, and combines what it gets in the order
 of ranks, so that all ranks have the same bits.
@@ -19,7 +23,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +35,7 @@ from torch_xla_pp.errors import TransportError
 from torch_xla_pp.transport.c10d import (
     AllgatherOptions,
     AllreduceOptions,
+    BarrierOptions,
     BroadcastOptions,
     PrefixStore,
     ProcessGroupGloo,
@@ -83,6 +88,8 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         kind = dist.ProcessGroup.BackendType.GLOO
         for device in ("cpu", "xla"):
             self._register_backend(torch.device(device), kind, gloo)
+        # It is no group in torch's sense, but has the methods of one.
+        self._gloo = cast(dist.ProcessGroup, gloo)
         self._set_default_backend(kind)
         job_rank = dist.get_rank() if dist.is_initialized() else rank
         self.rendezvous = Rendezvous(store, rank, size, env.timeout_s(), job_rank)
@@ -133,7 +140,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
                 self._wire.send(dst, ("p2p", _checked(tag)), *pack(tensor, "send"))
             return DoneWork()
         if dst != self.rank():
-            return super().send(tensors, dst, tag)
+            return self._gloo.send(tensors, dst, tag)
         for tensor in tensors:
             data = to_bytes(tensor.detach().clone())
             self._wire.send(dst, ("p2p cpu", _checked(tag)), None, [data])
@@ -146,7 +153,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
             finish = functools.partial(_fill_all, tensors, f"recv from rank {src}")
             return ReceiveWork(self._wire, tickets, finish)
         if src != self.rank():
-            return super().recv(tensors, src, tag)
+            return self._gloo.recv(tensors, src, tag)
         tickets = [self._wire.expect(src, ("p2p cpu", _checked(tag))) for _ in tensors]
         return ReceiveWork(self._wire, tickets, functools.partial(_copy_all, tensors))
 
@@ -156,7 +163,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
             raise ValueError(
                 "recv: expected a source rank for an XLA tensor, got none. Pass src."
             )
-        return super().recv_anysource(tensors, tag)
+        return self._gloo.recv_anysource(tensors, tag)
 
     # torch declares overloads of the next three that torch.distributed never calls.
     def allreduce(  # type: ignore[override]
@@ -165,7 +172,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         """Combine tensors of all ranks, shard by shard, in place."""
         opts = opts or AllreduceOptions()
         if not _any_xla(tensors):
-            return super().allreduce(tensors, opts)
+            return self._gloo.allreduce(tensors, opts)
         (tensor,) = tensors
         name = _reduction_name(opts.reduceOp, tensor.dtype)
 
@@ -185,7 +192,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         """Give all ranks the root's tensors, shard by shard, in place."""
         opts = opts or BroadcastOptions()
         if not _any_xla(tensors):
-            return super().broadcast(tensors, opts)
+            return self._gloo.broadcast(tensors, opts)
         (tensor,) = tensors
         what = "broadcast"
         if self.rank() == opts.rootRank:
@@ -212,7 +219,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         """Collect the tensors of all ranks, shard by shard."""
         if not _any_xla(input_tensors):
             options = opts or AllgatherOptions()
-            return super().allgather(output_tensors, input_tensors, options)
+            return self._gloo.allgather(output_tensors, input_tensors, options)
         (outputs,), (tensor,) = output_tensors, input_tensors
         finish = functools.partial(_fill_all, outputs, "all_gather")
         return self._share(tensor, "all_gather", finish)
@@ -223,13 +230,31 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         """Collect the tensors of all ranks into one, along the first dimension."""
         if not _any_xla([tensor]):
             options = opts or AllgatherOptions()
-            return super()._allgather_base(output, tensor, options)
+            return self._gloo._allgather_base(output, tensor, options)
 
         def finish(parcels: list[Parcel]) -> None:
             values = [unpack(parcel.header, parcel.parts) for parcel in parcels]
             assign(output, torch.stack(values).reshape(output.shape))
 
         return self._share(tensor, "all_gather_into_tensor", finish)
+
+    def barrier(  # type: ignore[override]
+        self, opts: BarrierOptions | None = None
+    ) -> dist.Work:
+        """Wait for all ranks."""
+        return self._gloo.barrier(opts or BarrierOptions())
+
+    def allreduce_coalesced(self, *args: Any) -> dist.Work:
+        """Combine several CPU tensors of all ranks, in place."""
+        return self._gloo.allreduce_coalesced(*args)
+
+    def alltoall_base(self, *args: Any) -> dist.Work:
+        """Exchange parts of a CPU tensor."""
+        return self._gloo.alltoall_base(*args)
+
+    def reduce_scatter(self, *args: Any) -> dist.Work:
+        """Combine CPU tensors of all ranks, of which each gets a part."""
+        return self._gloo.reduce_scatter(*args)
 
     def _share(
         self, tensor: Tensor, what: str, finish: Callable[[list[Parcel]], None]
