@@ -17,6 +17,8 @@ def clock_offset_ns(rendezvous: Rendezvous) -> int:
 
     Source: D. Mills, RFC 5905 (Network Time Protocol), section 10.
     """
+    # Now everybody has dropped what a call before this one left.
+    rendezvous.exchange("clock", None)
     # Names of a failed generation may still lie in the store.
     prefix = f"clock/{rendezvous.generation}"
     offset_ns = 0
