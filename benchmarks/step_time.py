@@ -70,6 +70,7 @@ class Job:
     size_name: str
     is_compiled: bool
     cores: Sequence[int]
+    rounds: int = ROUNDS
 
 
 class Bench:
@@ -146,7 +147,7 @@ class Bench:
             self._steps(side, WARM_UP_STEPS)
         seconds: dict[str, list[float]] = {name: [] for name in turns}
         before = num_compiles()
-        for _ in range(ROUNDS):
+        for _ in range(self.job.rounds):
             for name, side in turns.items():
                 dist.barrier()
                 start = time.perf_counter()
@@ -265,6 +266,7 @@ def main() -> None:
         "--schedules", nargs="+", choices=SCHEDULES, default=list(ONE_STAGE)
     )
     parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--layers", action="store_true")
     parser.add_argument("--json", action="store_true")
@@ -282,13 +284,14 @@ def main() -> None:
             size_name=options.size,
             is_compiled=options.compiled,
             cores=cores,
+            rounds=options.rounds,
         )
         rows = run(programs.split_backward, 1, options.size, cores[0])
         rows += run(step_time.measure, NUM_RANKS, job)
     for row in rows:
         print(json.dumps(row) if options.json else line_of(row))
     if not options.json:
-        print(f"Medians of {ROUNDS} turns, in which the sides alternate.")
+        print(f"Medians of {options.rounds} turns, in which the sides alternate.")
 
 
 if __name__ == "__main__":
