@@ -5,7 +5,7 @@ routes are passed in here) or calls of the transport. Stages of one rank hand de
 values over without a copy. See `plan.fan` for who gives what to whom.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -106,16 +106,12 @@ class Links:
         is_remote = self._is_remote
         producers = sorted({value.stage for value in ends.values})
         consumers = sorted(self._own.uses)
-        self._arriving = [self._arrival(p) for p in producers if is_remote(p)]
-        self._arriving = [post for post in self._arriving if post.indices]
-        self._leaving = [self._departure(c) for c in consumers if is_remote(c)]
-        self._leaving = [post for post in self._leaving if post.indices]
+        self._arriving = self._posts(self._arrival, producers)
+        self._leaving = self._posts(self._departure, consumers)
         self._taken = [hand for p in producers for hand in self._hands_to(p)]
         self._given = list(self._hands_from())
-        backs = [self._grads_from(c) for c in consumers if is_remote(c)]
-        self._grads_arriving = [post for post in backs if post.indices]
-        aheads = [self._grads_to(p) for p in producers if is_remote(p)]
-        self._grads_leaving = [post for post in aheads if post.indices]
+        self._grads_arriving = self._posts(self._grads_from, consumers)
+        self._grads_leaving = self._posts(self._grads_to, producers)
         self._grads_taken = [
             _Hand("B", c, c, {slot: slot for slot in self._with_grad(c)})
             for c in consumers
@@ -283,6 +279,13 @@ class Links:
                 if hand.origin != self._stage
             },
         )
+
+    def _posts(
+        self, describe: Callable[[int], _Post], stages: Iterable[int]
+    ) -> list[_Post]:
+        """Describe what is exchanged with those stages that are on other ranks."""
+        posts = [describe(stage) for stage in stages if self._is_remote(stage)]
+        return [post for post in posts if post.indices]
 
     def _arrival(self, producer: int) -> _Post:
         slots = self._ends.fans[producer].passed(producer, self._stage)
