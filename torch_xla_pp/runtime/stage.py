@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch_xla_pp import env, xla_compat
 from torch_xla_pp.compile import Remat, StagePrograms, check_remat, tangent
 from torch_xla_pp.dump import dump
-from torch_xla_pp.errors import PipelineError, StageShapeError, TransportError
+from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.graph import Template
 from torch_xla_pp.mesh import (
     AxisRules,
@@ -32,17 +32,24 @@ from torch_xla_pp.mesh import (
     Sharding,
     TensorSpec,
     Tiling,
-    unmatched,
 )
 from torch_xla_pp.plan import InputsFrom, StageInputs, Value, Wiring
 from torch_xla_pp.runtime import handshake
+from torch_xla_pp.runtime.checks import (
+    check_device,
+    check_index,
+    check_kwargs,
+    matched_patterns,
+)
 from torch_xla_pp.runtime.exchange import Exchange
 from torch_xla_pp.runtime.explanation import Explanation, bytes_of, costs_of
+from torch_xla_pp.runtime.gradients import StageGradients, combine
+from torch_xla_pp.runtime.groups import Groups
 from torch_xla_pp.runtime.handshake import Claim, StageClaim
 from torch_xla_pp.runtime.links import Ends, Links
 from torch_xla_pp.runtime.loss import StageLoss
 from torch_xla_pp.runtime.memory import Shelf, StageMemory, device_bytes
-from torch_xla_pp.runtime.module_state import ModuleState, shapes_of
+from torch_xla_pp.runtime.module_state import ModuleState
 from torch_xla_pp.runtime.orders import order_of
 from torch_xla_pp.runtime.placement import AUTO, BatchAxis, Placement
 from torch_xla_pp.runtime.plan import (
@@ -51,7 +58,7 @@ from torch_xla_pp.runtime.plan import (
     StagePlan,
     Variant,
 )
-from torch_xla_pp.runtime.planning import StagePlanning, names_of_stages
+from torch_xla_pp.runtime.planning import StagePlanning
 from torch_xla_pp.runtime.recorder import StepRecorder, recorded, shown_as
 from torch_xla_pp.runtime.replicas import (
     Replicas,
@@ -73,7 +80,7 @@ from torch_xla_pp.runtime.torch_compat import (
     set_loss_function,
 )
 from torch_xla_pp.schedule import Action, Kind, verify
-from torch_xla_pp.transport import Message, XlaPpProcessGroup, of_group
+from torch_xla_pp.transport import Message, of_group
 
 _MANY_PLANS = 8
 
@@ -147,20 +154,19 @@ class XlaPipelineStage(SilentStage):
         whole_model: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self._pg = of_group(group)
-        self._groups = [self._pg]
         with self._pg.rendezvous.reporting():
             others = group_of_replicas(replicas, self._pg)
-            self._groups += [] if others is None else [others]
-        with self._reporting_to_groups():
-            _check_index(stage_index, num_stages)
-            _check_device(device)
+        self._groups = Groups(self._pg, others)
+        with self._groups.reporting():
+            check_index(stage_index, num_stages)
+            check_device(device)
             check_remat(remat)
             self._inputs_from = StageInputs.of(stage_index, inputs_from)
             super().__init__(submodule, stage_index, num_stages, device, group)
             rules = sharding if isinstance(sharding, AxisRules) else None
             self._placement = Placement(mesh, batch_axis, rules)
             # Before parameters have a new life on the device.
-            self._patterns = _matched_patterns(rules, submodule, whole_model)
+            self._patterns = matched_patterns(rules, submodule, whole_model)
             self._state = ModuleState(
                 submodule,
                 self._placement,
@@ -174,6 +180,12 @@ class XlaPipelineStage(SilentStage):
             self._replicas = (
                 None if others is None else Replicas(stage_index, submodule, others)
             )
+        self._gradients = StageGradients(
+            state=self._state,
+            exchange=self._exchange,
+            shared=self._shared,
+            replicas=self._replicas,
+        )
         self._planning = StagePlanning(
             stage_index,
             submodule,
@@ -282,9 +294,8 @@ class XlaPipelineStage(SilentStage):
             self._drop_leftovers()
             return
         self._schedule = schedule
-        with self._reporting_to_groups():
-            for group in self._groups:
-                group.rendezvous.check()
+        with self._groups.reporting():
+            self._groups.check()
         with self._reporting():
             self._drop_leftovers()
             self._num_done = 0
@@ -432,7 +443,7 @@ class XlaPipelineStage(SilentStage):
             stage._plan_of_step(own, kwargs)
             for stage, own in zip(stages, first_args, strict=True)
         ]
-        _check_kwargs(kwargs, plans)
+        check_kwargs(kwargs, plans)
         number = drive.kinds.current()
         if number not in drive.plans:
             own = [s._tilings(p) for s, p in zip(stages, plans, strict=True)]
@@ -678,12 +689,12 @@ class XlaPipelineStage(SilentStage):
         """
         self._num_done += 1
         if self._num_done == plan.num_microbatches and self.has_backward:
-            self._end_backwards()
+            variant = self._variant(plan)
+            self._gradients.end_backwards(variant.programs, variant.sizes)
         stages = local_stages(self._driver())
         if all(stage._num_done == plan.num_microbatches for stage in stages):
             if any(stage.has_backward for stage in stages):
-                self._combine_replicas(stages)
-                _combine_shared(stages)
+                combine([stage._gradients for stage in stages])
             self._exchange.settle()
             for stage in stages:
                 stage._state.publish_grads()
@@ -698,32 +709,6 @@ class XlaPipelineStage(SilentStage):
         if env.dump_dir() is not None and not plan.is_described:
             plan.is_described = True
             dump(f"stage{self.stage_index}.txt", str(self.explain()))
-
-    def _end_backwards(self) -> None:
-        """Finish what this stage does alone with its gradients, and send them.
-
-        What the devices of this rank have is added up. To the other replicas the sums
-        travel while other stages still compute.
-        """
-        variant = self._variant(self._plan())
-        self._state.reduce_sums(variant.programs, variant.sizes)
-        if self._replicas is not None:
-            self._replicas.give(self._state)
-
-    def _combine_replicas(self, stages: Sequence[Any]) -> None:
-        """Average the gradients that all stages of the rank have sent to replicas.
-
-        A replica has its averages only once each other one knows that nothing went
-        wrong in its own pipeline: a lost message would be NaN in them.
-        """
-        if self._replicas is None:
-            return
-        self._exchange.settle()
-        for stage in stages:
-            stage._replicas.average()
-        for stage in stages:
-            stage._replicas.take(stage._state)
-        self._replicas.settle()
 
     def _plan(self) -> StagePlan:
         if self._current is None:
@@ -774,88 +759,10 @@ class XlaPipelineStage(SilentStage):
     def _reporting(self) -> Iterator[None]:
         """Let the other ranks know of an error that stops this one."""
         try:
-            with self._reporting_to_groups():
+            with self._groups.reporting():
                 yield
         except BaseException:
             schedule = self._schedule
             for stage in [self] if schedule is None else local_stages(schedule):
                 stage._state.roll_back()
             raise
-
-    @contextlib.contextmanager
-    def _reporting_to_groups(self) -> Iterator[None]:
-        """Report errors to all ranks that this one works with.
-
-        What one group has told of is passed on to the other, so that an error reaches
-        all ranks of all replicas.
-        """
-        with contextlib.ExitStack() as stack:
-            for group in self._groups:
-                stack.enter_context(group.rendezvous.reporting())
-            try:
-                yield
-            except TransportError as error:
-                if len(self._groups) > 1:
-                    error.add_note(_ranks_of(self._groups))
-                raise
-
-
-def _ranks_of(groups: Sequence[XlaPpProcessGroup]) -> str:
-    """Say what ranks are meant where a message between ranks is concerned."""
-    pipeline, replicas = map(dist.get_process_group_ranks, groups)
-    return (
-        "Messages count ranks within a group: those of gradient sums from a stage to "
-        f"itself (S) within ranks {replicas} of the job, others within {pipeline}."
-    )
-
-
-def _combine_shared(stages: Sequence[Any]) -> None:
-    """Add up the gradients of shared parameters; all stages send, then receive."""
-    sharing = [stage for stage in stages if stage._shared]
-    for stage in sharing:
-        stage._shared.give(stage._state)
-    for stage in sharing:
-        stage._shared.take(stage._state)
-
-
-def _check_kwargs(kwargs: Mapping[str, Any], plans: Sequence[StagePlan]) -> None:
-    """Refuse keyword arguments that no stage of the rank takes."""
-    unknown = [name for name in kwargs if not any(plan.takes(name) for plan in plans)]
-    if unknown:
-        stages = names_of_stages([plan.stage for plan in plans])
-        raise ValueError(
-            f"step: expected keyword arguments that {stages} of this rank takes, got "
-            f"{', '.join(unknown)}. Pass them on the rank of the stage that takes them."
-        )
-
-
-def _matched_patterns(
-    rules: AxisRules | None,
-    module: nn.Module,
-    whole_model: Mapping[str, tuple[int, ...]] | None,
-) -> dict[str, bool]:
-    """Return which patterns match something, of those to be checked by all ranks."""
-    if rules is None or whole_model is not None:
-        return {}
-    modules = [name for name, _ in module.named_modules() if name]
-    found: dict[str, bool] = {}
-    for table, names in (("parameters", shapes_of(module)), ("activations", modules)):
-        patterns = getattr(rules, table)
-        missing = unmatched(patterns, names)
-        found |= {f"{p!r} of {table}": p not in missing for p in patterns}
-    return found
-
-
-def _check_index(stage_index: int, num_stages: int) -> None:
-    if not 0 <= stage_index < num_stages:
-        raise ValueError(
-            f"stage_index: expected one of 0..{num_stages - 1}, got {stage_index}. "
-            "Use e.g. the rank in the pipeline's group."
-        )
-
-
-def _check_device(device: torch.device) -> None:
-    if torch.device(device).type != "xla":
-        raise ValueError(
-            f"device: expected the XLA device, got {device}. Pass xpp.device()."
-        )
