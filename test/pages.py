@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchrun import ROOT, torchrun
+from scripts import run_afresh
+from torchrun import ROOT
 
 from torch_xla_pp.testing import Worlds
 
@@ -81,7 +82,7 @@ def run_example(folder: Path) -> dict[str, list[str]]:
     for block in (block for page in EXAMPLE for block in blocks[page]):
         code += [f"print({_MARK!r}, end='', flush=True)", block.code]
     script.write_text("\n".join([*code, "sys.stdout.close()"]))
-    torchrun(script, ranks=2, devices=2)
+    run_afresh(script, ranks=2, devices=2)
     ranks = [(folder / f"printed.{rank}").read_text() for rank in range(2)]
     left = iter(_merged([text.split(_MARK)[1:] for text in ranks]))
     return {page: [next(left) for _ in blocks[page]] for page in EXAMPLE}

@@ -4,9 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+from scripts import run_afresh, run_script
 from torchrun import ROOT, torchrun
 
 from torch_xla_pp.cli import main
+from torch_xla_pp.testing import Worlds
 from torch_xla_pp.timeline import Timeline
 
 pytestmark = pytest.mark.worlds
@@ -50,11 +52,11 @@ def check_dump(folder: Path) -> None:
         assert any("ENTRY" in file.read_text() for file in own.glob("hlo/*.txt"))
 
 
-def test_the_page_on_stage_graphs_runs(tmp_path: Path) -> None:
+def test_the_page_on_stage_graphs_runs(worlds: Worlds, tmp_path: Path) -> None:
     page = ROOT / "docs" / "stage-graphs.md"
     script = tmp_path / "graphs.py"
     script.write_text(python_blocks(page))
-    printed = torchrun(script, ranks=2, devices=1)
+    printed = run_script(worlds, script, ranks=2, devices=1)
     losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", printed)]
     assert len(losses) == 2
     assert losses[1] < losses[0]
@@ -68,7 +70,7 @@ def test_the_page_on_shardings_runs(tmp_path: Path) -> None:
     dump = f"--xla_dump_to={tmp_path}/dump{{RANK}} --xla_dump_hlo_as_text"
     flags = f"import os\nos.environ['XLA_FLAGS'] = '{dump}'.format(**os.environ)\n"
     script.write_text(flags + python_blocks(page))
-    printed = torchrun(script, ranks=2, devices=4)
+    printed = run_afresh(script, ranks=2, devices=4)
     costs, moves = re.findall(r"```text\n(.*?)```", page.read_text(), re.DOTALL)
     assert all(line in printed for line in (costs + moves).splitlines())
 
@@ -87,19 +89,19 @@ def test_the_page_on_simulated_steps_runs(
     assert re.search(r"16 microbatches: \d+\.\d ms", printed)
 
 
-def test_the_page_on_replicas_runs(tmp_path: Path) -> None:
+def test_the_page_on_replicas_runs(worlds: Worlds, tmp_path: Path) -> None:
     script = tmp_path / "replicas.py"
     script.write_text(python_blocks(ROOT / "docs" / "replicas.md"))
-    printed = torchrun(script, ranks=4, devices=1)
+    printed = run_script(worlds, script, ranks=4, devices=1)
     losses = re.findall(r"replica \d: loss ([\d.]+)", printed)
     assert len(losses) == 2
     assert len(set(losses)) == 1
 
 
-def test_the_page_on_transformers_runs(tmp_path: Path) -> None:
+def test_the_page_on_transformers_runs(worlds: Worlds, tmp_path: Path) -> None:
     script = tmp_path / "llama.py"
     script.write_text(python_blocks(ROOT / "docs" / "transformers.md"))
-    printed = torchrun(script, ranks=2, devices=2)
+    printed = run_script(worlds, script, ranks=2, devices=2)
     losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", printed)]
     assert len(losses) == 2
     assert losses[1] < losses[0]

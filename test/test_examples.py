@@ -3,7 +3,10 @@
 import re
 
 import pytest
+from scripts import run_script
 from torchrun import ROOT, torchrun
+
+from torch_xla_pp.testing import Worlds
 
 pytestmark = pytest.mark.worlds
 
@@ -29,10 +32,11 @@ def test_train_gpt_learns_and_ends_with_its_loss() -> None:
         ("moe_experts", r"a device holds 2 of 4 experts of a layer"),
     ],
 )
-def test_examples_of_shardings_learn(name: str, held: str) -> None:
+def test_examples_of_shardings_learn(worlds: Worlds, name: str, held: str) -> None:
     if name.startswith("llama"):
         pytest.importorskip("transformers")
-    printed = torchrun(ROOT / "examples" / f"{name}.py", ranks=2, devices=2)
+    script = ROOT / "examples" / f"{name}.py"
+    printed = run_script(worlds, script, ranks=2, devices=2)
     last = printed.strip().splitlines()[-1]
     found = re.fullmatch(rf"loss (\d+\.\d+) -> (\d+\.\d+), {held}", last)
     assert found, printed

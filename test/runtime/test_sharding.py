@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from joining import join
+from runtime import training
 from runtime.sharded import (
     EXPERTS,
     LENGTH,
@@ -16,17 +17,19 @@ from runtime.sharded import (
     PRESETS,
     ROWS,
     WIDTH,
+    Block,
     Experts,
     Job,
     Model,
     Report,
     build,
+    take_step,
     train,
 )
 from torch.distributed.pipelining import ScheduleGPipe
-from torchrun import torchrun
 
 import torch_xla_pp as xpp
+from torch_xla_pp.runtime.explanation import Explanation
 from torch_xla_pp.testing import Worlds
 
 pytestmark = pytest.mark.worlds
@@ -130,35 +133,37 @@ def test_a_name_that_rules_do_not_have_is_told_with_the_stage(worlds: Worlds) ->
         assert "unknown logical axis 'norm_sequence', known are batch, embed" in text
 
 
-SCRIPT = """
-import os, sys
-os.environ["XLA_FLAGS"] = f"--xla_dump_to={sys.argv[1]} --xla_dump_hlo_as_text"
-sys.path.insert(0, "test")
-import torch_xla_pp as xpp
-import torch.distributed as dist
-from runtime import training
-from runtime.sharded import EXPERTS, PATTERNS, PRESETS, Block, Experts, Job, take_step
-dist.init_process_group("xla_pp")
-def show(name, explanation):
-    for program in explanation.programs:
-        if program.collectives is None:
-            continue  # XLA had the program of another preset.
-        found = [f"{c.count} {c.kind} over {c.axes}" for c in program.collectives]
-        print(f"{name} {program.name}:", "; ".join(found) or "none")
-for name in sys.argv[2:]:
-    rules = PRESETS[name] | (EXPERTS if name == "ep" else PATTERNS)
-    block = Experts if name == "ep" else Block
-    report = take_step(Job(rules=rules, ranks=1, frontend="manual", block=block))
-    assert all(error < 1e-5 for error in report.errors.values()), report.errors
-    show(name, report.explanation)
-job = training.Job(
-    schedule="GPipe", frontend="manual", ranks=1, devices=4, num_microbatches=2
-)
-stages = training.build(job, training.Model(1), training.mesh_of(job))
-schedule = training.make_schedule(job, stages)
-training.run_step(job, schedule, stages, *training.batch(job, 0))
-show("tokens", stages[0].explain())
-"""
+Found = list[tuple[int, str, tuple[str, ...]]]
+
+
+def collectives(presets: list[str]) -> dict[str, Found]:
+    """Return those of each program of a stage, by preset and program."""
+    join()
+    found: dict[str, Found] = {}
+
+    def note(name: str, explanation: Explanation) -> None:
+        for program in explanation.programs:
+            if program.collectives is None:
+                continue  # XLA had the program of another preset.
+            found[f"{name} {program.name}"] = [
+                (each.count, each.kind, each.axes) for each in program.collectives
+            ]
+
+    for name in presets:
+        rules = PRESETS[name] | (EXPERTS if name == "ep" else PATTERNS)
+        block = Experts if name == "ep" else Block
+        report = take_step(Job(rules=rules, ranks=1, frontend="manual", block=block))
+        check([report])
+        note(name, report.explanation)
+    job = training.Job(
+        schedule="GPipe", frontend="manual", ranks=1, devices=4, num_microbatches=2
+    )
+    stages = training.build(job, training.Model(1), training.mesh_of(job))
+    schedule = training.make_schedule(job, stages)
+    training.run_step(job, schedule, stages, *training.batch(job, 0))
+    note("tokens", stages[0].explain())
+    return found
+
 
 DATA, MODEL = ("data",), ("model",)
 
@@ -206,12 +211,15 @@ EXPECTED = {
 }
 
 
-def test_programs_have_the_collectives_of_their_preset_alone(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+def test_programs_have_the_collectives_of_their_preset_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
+    monkeypatch.setenv("XLA_FLAGS", flags)
     presets = dict.fromkeys(program.split()[0] for program in EXPECTED)
     del presets["tokens"]
-    printed = torchrun(script, str(tmp_path / "dump"), *presets, ranks=1, devices=4)
-    for program, collectives in EXPECTED.items():
-        texts = [f"{count} {kind} over {axes}" for count, kind, axes in collectives]
-        assert f"{program}: {'; '.join(texts) or 'none'}\n" in printed, printed
+    with Worlds() as worlds:
+        (found,) = worlds.run(
+            collectives, ranks=1, devices=4, args=(list(presets),), timeout_s=240
+        )
+    assert {program: found.get(program) for program in EXPECTED} == EXPECTED
