@@ -22,7 +22,7 @@ demo: $(STAMP)
 	PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
