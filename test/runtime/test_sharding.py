@@ -133,7 +133,7 @@ def test_a_name_that_rules_do_not_have_is_told_with_the_stage(worlds: Worlds) ->
         assert "unknown logical axis 'norm_sequence', known are batch, embed" in text
 
 
-Found = list[tuple[int, str, tuple[str, ...]]]
+Found = list[tuple[int, str, tuple[str, ...] | None]]
 
 
 def collectives(presets: list[str]) -> dict[str, Found]:
@@ -167,17 +167,35 @@ def collectives(presets: list[str]) -> dict[str, Found]:
 
 DATA, MODEL = ("data",), ("model",)
 
-# One block of 8 parameters; 4 of them are split along `embed`.
-EXPECTED = {
+# One block of 8 parameters; `embed` is a dimension of 4 of them, heads or `mlp` of 5.
+# CPU devices have no reduce-scatter: an all-reduce, of which each keeps a part.
+EXPECTED: dict[str, Found] = {
     "dp forward": [],
     # Gradients are added up over devices once, at the end of a step.
     "dp backward": [],
     "dp gradient reduction": [(8, "all-reduce", DATA)],
-    # Each weight is gathered where it is used.
+    # Each weight is gathered where it is used, and its gradient reduced there, which
+    # XLA also permutes on a mesh with an axis that splits nothing.
     "fsdp forward": [(4, "all-gather", DATA)],
+    "fsdp backward": [
+        (4, "all-gather", DATA),
+        (4, "all-reduce", DATA),
+        (4, "collective-permute", None),
+    ],
+    "fsdp gradient reduction": [(4, "all-reduce", DATA)],
+    "fsdp_transpose forward": [(5, "all-gather", DATA)],
+    "fsdp_transpose backward": [
+        (4, "all-gather", DATA),
+        (5, "all-reduce", DATA),
+        (4, "collective-permute", None),
+    ],
+    "fsdp_transpose gradient reduction": [(3, "all-reduce", DATA)],
     # One after attention and one after the MLP, and back.
     "tp forward": [(2, "all-reduce", MODEL)],
     "tp backward": [(2, "all-reduce", MODEL)],
+    # In two norms, and after the two products that read the residual stream.
+    "tp_transpose forward": [(4, "all-reduce", MODEL)],
+    "tp_transpose backward": [(3, "all-gather", MODEL), (2, "all-reduce", MODEL)],
     "fsdp+tp forward": [(4, "all-gather", DATA), (2, "all-reduce", MODEL)],
     "fsdp+tp backward": [
         (4, "all-gather", DATA),
@@ -190,16 +208,28 @@ EXPECTED = {
     "fsdp_once+tp forward": [(2, "all-reduce", MODEL)],
     "fsdp_once+tp backward": [(2, "all-reduce", MODEL)],
     "fsdp_once+tp gradient reduction": [(8, "all-reduce", DATA)],
-    # CPU devices have no reduce-scatter: an all-reduce, of which each keeps a part.
     "dp+tensor_sequence forward": [
         (2, "all-gather", MODEL),
         (2, "all-reduce", MODEL),
     ],
+    # Of activations, of which gradients of weights need the whole sequence, too, and of
+    # the gradients of the 3 parameters that are not split.
+    "dp+tensor_sequence backward": [
+        (6, "all-gather", MODEL),
+        (5, "all-reduce", MODEL),
+        (2, "all-to-all", MODEL),
+    ],
+    "dp+tensor_sequence gradient reduction": [(8, "all-reduce", DATA)],
     # Keys and values; in the backward also each weight.
     "dp+cp forward": [(2, "all-gather", MODEL)],
     "dp+cp backward": [(10, "all-reduce", MODEL)],
     # XLA gathers for queries, keys and values, and adds up what heads give.
     "dp+sp forward": [(2, "all-gather", MODEL), (1, "all-reduce", MODEL)],
+    "dp+sp backward": [
+        (6, "all-gather", MODEL),
+        (7, "all-reduce", MODEL),
+        (2, "all-to-all", MODEL),
+    ],
     # To the experts and back; the sum over experts is taken where the tokens are.
     "ep forward": [(1, "all-gather", DATA), (2, "all-to-all", DATA)],
     "ep backward": [(1, "all-gather", DATA), (2, "all-to-all", DATA)],
@@ -222,4 +252,4 @@ def test_programs_have_the_collectives_of_their_preset_alone(
         (found,) = worlds.run(
             collectives, ranks=1, devices=4, args=(list(presets),), timeout_s=240
         )
-    assert {program: found.get(program) for program in EXPECTED} == EXPECTED
+    assert found == EXPECTED

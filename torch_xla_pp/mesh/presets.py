@@ -90,7 +90,8 @@ def tp_transpose(axis: Axis = "model") -> AxisRules:
     """Split the width of the residual stream, of activations and weights.
 
     Expect: an all-reduce after each product that reads the residual stream, and small
-    ones in norms. For models whose `embed` is larger than their `mlp`.
+    ones in norms; in a backward also gathers of activations. For models whose `embed`
+    is larger than their `mlp`.
     """
     return _rules(axis, ("embed",))
 
