@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ class Timeline:
                 f"timeline: expected peak_bytes of all {self.num_ranks} ranks or none, "
                 f"got {len(self.peak_bytes)}. Give one number for each rank."
             )
-        spans = sorted(self.spans, key=lambda s: (s.rank, s.start_s, s.end_s))
-        transfers = sorted(self.transfers, key=lambda t: t.sent_s)
+        spans = sorted(self.spans, key=attrgetter("rank", "start_s", "end_s"))
+        transfers = sorted(self.transfers, key=attrgetter("sent_s"))
         object.__setattr__(self, "spans", tuple(spans))
         object.__setattr__(self, "transfers", tuple(transfers))
 
