@@ -187,6 +187,25 @@ def test_without_remat_all_that_the_backward_reads_is_saved(mesh: Any) -> None:
     assert saved(cut(Block())) == ["sin", "tanh", "tanh"]
 
 
+class Parts(nn.Module):
+    """The backward reads parts of one value, cut in three ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.linear(x)
+        first, second = value.chunk(2, -1)
+        third, fourth = value.unflatten(-1, (2, -1)).unbind(-2)
+        fifth, sixth = value.split([WIDTH, WIDTH], -1)
+        return first.sin() + second.cos() + third.tan() * fourth + fifth * sixth
+
+
+def test_a_value_is_saved_whole_if_parts_of_it_are_read(mesh: Any) -> None:
+    assert saved(cut(Parts())) == ["addmm", "tan"]
+
+
 def test_full_saves_nothing_of_a_block_without_dropout(mesh: Any) -> None:
     assert saved(cut(Block(), "full")) == []
 

@@ -58,11 +58,14 @@ _VIEWS = frozenset(
         _aten.permute.default,
         _aten.select.int,
         _aten.slice.Tensor,
+        _aten.split.Tensor,
+        _aten.split_with_sizes.default,
         _aten.squeeze.dim,
         _aten.squeeze.dims,
         _aten.squeeze.default,
         _aten.t.default,
         _aten.transpose.int,
+        _aten.unbind.int,
         _aten.unsqueeze.default,
         _aten.view.default,
         _aten._unsafe_view.default,
@@ -325,6 +328,8 @@ def _is_cheap(node: fx.Node) -> bool:
     """Return whether computing `node` again beats keeping its result."""
     if node.target in _VIEWS:
         return True
+    if node.target is operator.getitem:
+        return _is_cheap(node.all_input_nodes[0])
     is_factory = node.op == "call_function" and not node.all_input_nodes
     return is_factory and not is_random(node)
 
