@@ -22,6 +22,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import Tensor
+from torch_xla.distributed.spmd import XLAShardedTensor
 
 from torch_xla_pp import elf, env
 
@@ -279,6 +280,17 @@ def donating(tensors: Sequence[Tensor]) -> Iterator[None]:
         for tensor in tensors:
             _XLAC._set_buffer_donation(tensor, False)
         _XLAC._xla_set_enable_alias_with_buffer_donor_config(before)
+
+
+def is_wrapped(value: Tensor) -> bool:
+    """Return whether a tensor is torch_xla's wrapper around a sharded one."""
+    return isinstance(value, XLAShardedTensor)
+
+
+def unwrapped(value: Tensor) -> Tensor:
+    """Return the sharded tensor in a wrapper."""
+    result: Tensor = value.global_tensor  # type: ignore[attr-defined]
+    return result
 
 
 def run_graph(graph_hash: GraphHash, parameters: Sequence[Tensor]) -> list[Tensor]:

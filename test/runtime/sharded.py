@@ -7,8 +7,15 @@ from typing import Any
 import torch
 from joining import join
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+from torch.distributed.tensor import (
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.nn import functional as F
 
 import torch_xla_pp as xpp
@@ -127,12 +134,14 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    rules: xpp.AxisRules
+    rules: xpp.AxisRules | None
     frontend: str = "traced"
     ranks: int = 2
     num_microbatches: int = 4
     block: type[nn.Module] = Block
     is_v: bool = False
+    # What torch's `distribute_module` shards: a "part", the "stage" made of it, or "".
+    distributed: str = ""
 
     @property
     def num_stages(self) -> int:
@@ -156,17 +165,37 @@ def build(job: Job, model: Model) -> list[Any]:
     indices = [rank, count - 1 - rank] if job.is_v else [rank]
     if job.frontend == "manual":
         parts = [Part(model, index) if count > 1 else model for index in indices]
-        return [
+        if job.distributed == "part":
+            parts = [distributed(part.to("xla"), wrap_too=True) for part in parts]
+        stages = [
             xpp.PipelineStage(part, i, count, xpp.device(), group=group, **options)
             for i, part in zip(indices, parts, strict=True)
         ]
+        if job.distributed == "stage":
+            for stage in stages:
+                distributed(stage.submod)
+        return stages
     pipe = xpp.pipeline(
         model,
         mb_args=(torch.zeros(ROWS, LENGTH, WIDTH),),
         split_spec={f"blocks.{i}": SplitPoint.BEGINNING for i in range(1, count)},
-        activations=job.rules.activations,
+        activations=job.rules.activations if job.rules else None,
     )
     return [pipe.build_stage(i, xpp.device(), group, **options) for i in indices]
+
+
+def distributed(module: nn.Module, *, wrap_too: bool = False) -> nn.Module:
+    """Shard all weights over the axis `model`, as scripts for torch_xla alone do."""
+    mesh = DeviceMesh("xla", torch.arange(4).reshape(2, 2))
+
+    def shard(name: str, part: nn.Module, mesh: DeviceMesh) -> None:
+        if isinstance(part, nn.Linear):
+            placements = [Replicate(), Shard(0)]
+            wrapped = distribute_tensor(part.weight, mesh, placements)
+            if wrap_too:
+                part.weight = nn.Parameter(wrapped)
+
+    return distribute_module(module, mesh, shard)
 
 
 def train(job: Job) -> Report:

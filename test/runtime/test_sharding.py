@@ -23,6 +23,7 @@ from runtime.sharded import (
     Model,
     Report,
     build,
+    distributed,
     take_step,
     train,
 )
@@ -69,6 +70,30 @@ def test_experts_train_as_one_process(worlds: Worlds, is_v: bool) -> None:
     rules = PRESETS["ep"] | EXPERTS
     job = Job(rules=rules, frontend="manual", is_v=is_v, block=Experts)
     check(worlds.run(train, ranks=2, devices=4, args=(job,)))
+
+
+@pytest.mark.parametrize("what", ["part", "stage"])
+def test_modules_may_be_distributed_by_torch(worlds: Worlds, what: str) -> None:
+    job = Job(rules=None, frontend="manual", distributed=what)
+    reports = worlds.run(train, ranks=2, devices=4, args=(job,))
+    check(reports)
+    weights = 4 * (3 + 1 + 4 + 4) * WIDTH**2
+    others = 4 * (2 + 4 + 1) * WIDTH
+    assert reports[0].explanation.parameter_bytes == weights // 2 + others
+
+
+def wrap_late() -> None:
+    join()
+    (stage,) = build(Job(rules=None, frontend="manual"), Model())
+    distributed(stage.submod, wrap_too=True)
+    schedule = ScheduleGPipe(stage, 2)
+    batch = torch.zeros(2 * ROWS, LENGTH, WIDTH)
+    with pytest.raises(xpp.PipelineError, match="expected plain tensors, got XLASha"):
+        schedule.step(*[batch] if stage.is_first else [])
+
+
+def test_a_parameter_that_is_wrapped_too_late_is_told(worlds: Worlds) -> None:
+    worlds.run(wrap_late, ranks=2, devices=4, keep_workers=True)
 
 
 def test_an_activation_crosses_as_it_was_laid_out(worlds: Worlds) -> None:

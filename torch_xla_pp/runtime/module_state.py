@@ -65,6 +65,7 @@ class ModuleState:
             sharding, shapes_of(module), placement.local, whole_model=whole_model
         )
         record_resets(module)
+        _unwrap(module)
         self._unloaded = set(unwritten(module))
         self._move()
         self._states = {name: _state_of(t) for name, t in _named_tensors(module)}
@@ -132,6 +133,7 @@ class ModuleState:
             PipelineError: A parameter or buffer has no value yet, or was laid out
                 anew after its first use.
         """
+        _refuse_wrapped(self._module)
         self._check_loaded()
         self._move()
         self.fixed = _roles(self._module)
@@ -308,6 +310,35 @@ class ModuleState:
                 f"{'; '.join(changed)}. Shard them before it."
             )
         self._texts = texts
+
+
+def _unwrap(module: nn.Module) -> None:
+    """Replace what torch_xla's `distribute_tensor` returned by the sharded tensors."""
+    plain: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for key, value in owner._parameters.items():
+            if value is None or not xla_compat.is_wrapped(value):
+                continue
+            if id(value) not in plain:
+                data = xla_compat.unwrapped(value).detach()
+                plain[id(value)] = nn.Parameter(data, value.requires_grad)
+            owner._parameters[key] = plain[id(value)]
+        for key, buffer in owner._buffers.items():
+            if buffer is not None and xla_compat.is_wrapped(buffer):
+                owner._buffers[key] = xla_compat.unwrapped(buffer)
+
+
+def _refuse_wrapped(module: nn.Module) -> None:
+    """Refuse what was wrapped after the stage was made: an optimizer may hold it."""
+    named = _named_tensors(module)
+    wrapped = [name for name, value in named if xla_compat.is_wrapped(value)]
+    if wrapped:
+        raise PipelineError(
+            f"stage: expected plain tensors, got XLAShardedTensor for "
+            f"{', '.join(wrapped)}. Call distribute_tensor(parameter, ...) and leave "
+            "what it returns, which shards the parameter in place, or distribute the "
+            "module before its stage is made."
+        )
 
 
 def _like(grad: Tensor, parameter: Tensor) -> Tensor:
