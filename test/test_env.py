@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from torch_xla_pp import env
-from torch_xla_pp.dump import dump
 
 pytestmark = pytest.mark.pure
 
@@ -45,15 +44,3 @@ def test_programs_are_written_into_the_ranks_folder(
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_xnnpack=true")
     env.set_defaults()
     assert f"--xla_dump_to={tmp_path}/rank3/hlo --xla_dump" in os.environ["XLA_FLAGS"]
-    dump("a.txt", "one")
-    dump("a.txt", "two")
-    assert (tmp_path / "rank3" / "a.txt").read_text() == "two"
-
-
-def test_a_folder_that_cannot_be_written_to_is_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("TORCH_XLA_PP_DUMP_DIR", str(tmp_path / "file"))
-    dump("a.txt", "text")
-    assert "TORCH_XLA_PP_DUMP_DIR: a.txt was not written" in caplog.text

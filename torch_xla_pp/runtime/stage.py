@@ -51,6 +51,7 @@ from torch_xla_pp.runtime.loss import StageLoss
 from torch_xla_pp.runtime.memory import Shelf, StageMemory, device_bytes
 from torch_xla_pp.runtime.module_state import ModuleState
 from torch_xla_pp.runtime.orders import order_of
+from torch_xla_pp.runtime.outlet import Outlet
 from torch_xla_pp.runtime.placement import AUTO, BatchAxis, Placement
 from torch_xla_pp.runtime.plan import (
     Mode,
@@ -200,7 +201,7 @@ class XlaPipelineStage(SilentStage):
         self._current: StagePlan | None = None
         self._mode = Mode.of(submodule)
         self._shelf = Shelf()
-        self._leaves: dict[int, list[Tensor]] = {}
+        self._outlet = Outlet(self._placement, self._shelf)
         self._recorder: StepRecorder | None = None
         self._last_forward = 0
         self._num_done = 0
@@ -308,7 +309,7 @@ class XlaPipelineStage(SilentStage):
 
     def _drop_leftovers(self) -> None:
         self._shelf.clear()
-        self._leaves.clear()
+        self._outlet.clear()
         self.output_chunks.clear()
         self._exchange.forget(self.stage_index)
         if self._replicas is not None:
@@ -424,9 +425,7 @@ class XlaPipelineStage(SilentStage):
         with recorded(self._recorder, action, is_rest=True) as marks:
             value, grads = loss(output, specs, target, plan.rows, marks)
         if grads is not None and self.has_backward:
-            tangents = {tangent(i): grad for i, grad in grads.items()}
-            self._shelf.put("loss", microbatch, tangents, variant.sizes)
-            del self._leaves[microbatch]
+            self._outlet.put_grads(variant, microbatch, grads)
         return value
 
     def _begin_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -628,52 +627,22 @@ class XlaPipelineStage(SilentStage):
         """Keep the output of the last stage, and return it to the schedule."""
         if not self.is_last:
             return None
-        template = variant.programs.output_template
-        values = [outputs[index].detach() for index in range(len(outputs))]
-        self.output_chunks.append(template.fill(values))
-        named = {f"output:{i}": value for i, value in enumerate(values)}
-        self._shelf.put("output", microbatch, named, variant.sizes)
-        if not self.has_backward:
-            return self.output_chunks[-1]
-        self._leaves[microbatch] = [
-            value.detach().requires_grad_(spec.requires_grad)
-            for value, spec in zip(values, variant.outputs, strict=True)
-        ]
-        return template.fill(self._leaves[microbatch])
+        kept, given = self._outlet.keep(
+            variant, microbatch, outputs, is_trained=self.has_backward
+        )
+        self.output_chunks.append(kept)
+        return given
 
     def _tangents(
         self, variant: Variant, microbatch: int, loss: Tensor | None
     ) -> dict[str, Tensor]:
         """Return the gradients of outputs that no other stage uses."""
-        found: dict[str, Tensor] = {}
-        if self._shelf.has("loss", microbatch):
-            found = self._shelf.take("loss", microbatch)
-        elif self.is_last:
-            found = self._eager_loss_grads(variant.outputs, microbatch, loss)
+        schedule = self._driver()
+        found = self._outlet.take_grads(variant, microbatch, loss, schedule)
         for index in variant.links.unused:
             name = tangent(index)
             if name not in found:
                 found[name] = self._placement.zeros(variant.outputs[index])
-        return found
-
-    def _eager_loss_grads(
-        self, specs: Sequence[TensorSpec], microbatch: int, loss: Tensor | None
-    ) -> dict[str, Tensor]:
-        """Differentiate a loss that could not be compiled by the outputs."""
-        leaves = self._leaves.pop(microbatch)
-        wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
-        if loss is None or not wanted:
-            return {}
-        scaled = loss * grad_scale(self._driver())
-        grads = torch.autograd.grad(
-            scaled, [leaves[i] for i in wanted], allow_unused=True
-        )
-        found = {
-            tangent(i): self._placement.pin(grad, specs[i].partition)
-            for i, grad in zip(wanted, grads, strict=True)
-            if grad is not None
-        }
-        xla_compat.materialize([loss, *found.values()])
         return found
 
     def _fixed(self, programs: StagePrograms) -> dict[str, Tensor]:
