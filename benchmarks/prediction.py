@@ -25,7 +25,7 @@ from typing import Any
 import gpt
 import sides
 from pinning import check_pinned
-from sides import NUM_RANKS, SCHEDULES, Side
+from sides import NUM_RANKS, Side
 
 from torch_xla_pp.schedule import (
     Schedule,
@@ -116,9 +116,7 @@ def main() -> None:
     """Run the cells that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=gpt.SIZES, default="small")
-    parser.add_argument(
-        "--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES)
-    )
+    parser.add_argument("--schedules", nargs="+", choices=ORDERS, default=list(ORDERS))
     parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8, 16])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--json", action="store_true")

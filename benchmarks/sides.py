@@ -21,8 +21,9 @@ from torch.distributed.pipelining.schedules import (
 
 NUM_RANKS = 2
 ONE_STAGE = ("GPipe", "1F1B")
-V_SHAPED = ("ZBVZeroBubble",)
-SCHEDULES = (*ONE_STAGE, "Interleaved1F1B", "InterleavedZeroBubble", *V_SHAPED)
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
+SCHEDULES = (*ONE_STAGE, *LOOPED, *V_SHAPED)
 
 MakeStage = Callable[[nn.Module, int, int], Any]
 
@@ -75,7 +76,8 @@ def make_runner(schedule: str, stages: list[Any], microbatches: int) -> Any:
     kind: Any = get_schedule_class(schedule)
     driven = stages[0] if schedule in ONE_STAGE else stages
     runner = kind(driven, microbatches, loss_fn=gpt.loss_fn)
-    if schedule not in V_SHAPED or not isinstance(stages[0], PeerStage):
+    is_peers_v = schedule in V_SHAPED and isinstance(stages[0], PeerStage)
+    if not is_peers_v or isinstance(runner, _PipelineScheduleRuntime):
         return runner
     runtime = _PipelineScheduleRuntime(stages, microbatches, loss_fn=gpt.loss_fn)
     runtime._prepare_schedule_with_comms(runner.pipeline_order)
