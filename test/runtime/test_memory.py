@@ -35,7 +35,7 @@ def most_alive(job: Job) -> tuple[list[int], list[int]]:
         run_step(job, schedule, stages, *batch(job, step))
         for stage in stages:
             kept = job.num_microbatches if stage.is_last else 0
-            assert (len(stage._shelf), stage._leaves) == (kept, {})
+            assert (len(stage._shelf), stage._outlet._leaves) == (kept, {})
         assert stages[0]._pg.mailbox == {}
     found = [stage.peak_memory().num_live for stage in stages]
     is_single = len(stages) == 1
