@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from torch_xla_pp import xla_compat
 from torch_xla_pp.testing import Worlds, WorldsFailed
 
 pytestmark = pytest.mark.worlds
@@ -175,6 +177,31 @@ def test_a_result_that_cannot_be_sent_is_an_error(worlds: Worlds) -> None:
     assert "pickle" in outcome.message
 
 
+def fail_to_join() -> None:
+    xla_compat.enable_spmd()
+    with pytest.raises(ValueError, match='backend "xla" does not work under SPMD'):
+        dist.init_process_group("xla", init_method="env://")
+
+
+def join() -> None:
+    dist.init_process_group("xla_pp")
+
+
+def test_ranks_meet_when_one_of_them_has_failed_to_join_before() -> None:
+    with Worlds() as worlds:
+        worlds.run(fail_to_join, ranks=1)
+        worlds.run(join, ranks=2, devices=(1, 2), timeout_s=30)
+
+
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """Take interrupts, which shells let processes in the background ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_an_interrupt_ends_the_workers() -> None:
     with Worlds() as worlds:
         (pid,) = worlds.run(own_pid, ranks=1)

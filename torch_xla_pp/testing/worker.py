@@ -23,6 +23,7 @@ from typing import Any
 import torch._dynamo  # noqa: F401  (imported when a model is first traced)
 import torch._functorch.aot_autograd  # noqa: F401
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from torch_xla_pp.env import set_defaults
 
@@ -97,6 +98,11 @@ def _answer(
 
 
 def _leave_group() -> None:
+    """Leave the group, if there is one, and forget those that could not be made.
+
+    torch names a group by how many it has tried to make, and ranks meet by that name.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+    distributed_c10d._world.group_count = 0
     gc.collect()
