@@ -14,8 +14,8 @@ def test_a_text_replaces_that_of_the_same_name(
 ) -> None:
     monkeypatch.setenv("TORCH_XLA_PP_DUMP_DIR", str(tmp_path))
     monkeypatch.setenv("RANK", "3")
-    dump("a.txt", "one")
-    dump("a.txt", "two")
+    dump("a.txt", lambda: "one")
+    dump("a.txt", lambda: "two")
     assert (tmp_path / "rank3" / "a.txt").read_text() == "two"
 
 
@@ -24,5 +24,5 @@ def test_a_folder_that_cannot_be_written_to_is_told(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCH_XLA_PP_DUMP_DIR", str(tmp_path / "file"))
-    dump("a.txt", "text")
+    dump("a.txt", lambda: "text")
     assert "TORCH_XLA_PP_DUMP_DIR: a.txt was not written" in caplog.text

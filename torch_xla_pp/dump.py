@@ -1,23 +1,25 @@
 """Write down what a run has made, for people who look into it."""
 
 import logging
+from collections.abc import Callable
 
 from torch_xla_pp import env
 
 _logger = logging.getLogger(__name__)
 
 
-def dump(name: str, text: str) -> None:
+def dump(name: str, text: Callable[[], str]) -> None:
     """Write a text into this rank's folder of `TORCH_XLA_PP_DUMP_DIR`, if that is set.
 
-    A text of the same name is replaced. A run goes on if it cannot be written.
+    Only then the text is made. One of the same name is replaced. A run goes on if it
+    cannot be written.
     """
     folder = env.dump_dir()
     if folder is None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+        (folder / name).write_text(text())
     except OSError as error:
         _logger.warning(
             "TORCH_XLA_PP_DUMP_DIR: %s was not written: %s. Name a folder that can be "

@@ -81,7 +81,7 @@ class Pipe(_TracedPipe):
         for index in range(self.num_stages):
             tie_parameters(names, self.get_stage_module(index))
         self.stage_graph = describe(self.split_gm, prepared.names, names)
-        dump("stage_graph.txt", str(self.stage_graph))
+        dump("stage_graph.txt", self.stage_graph.__str__)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Run all stages in this process, one after the other.

@@ -98,7 +98,7 @@ def profile_step(schedule: Any) -> Iterator[StepProfile]:
             yield profile
         notes = _notes(rendezvous.rank, recorder, offset_ns)
         profile._timeline = _merge(rendezvous, notes)
-    dump("timeline.json", profile.timeline.to_json())
+    dump("timeline.json", profile.timeline.to_json)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_xla_pp import env, xla_compat
+from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import Remat, StagePrograms, check_remat, tangent
 from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PipelineError, StageShapeError
@@ -352,9 +352,9 @@ class XlaPipelineStage(SilentStage):
             replica=self._replica,
         )
         key, wiring = handshake.agree_on_stages(self._pg.rendezvous, claim)
-        dump("plan.txt", str(wiring))
+        dump("plan.txt", wiring.__str__)
         if order is not None:
-            dump("schedule.csv", order.to_csv())
+            dump("schedule.csv", order.to_csv)
             verify(
                 order,
                 wiring.edges(),
@@ -675,9 +675,9 @@ class XlaPipelineStage(SilentStage):
     def _describe_once(self) -> None:
         """Write down what each kind of step costs, when the first one is done."""
         plan = self._plan()
-        if env.dump_dir() is not None and not plan.is_described:
+        if not plan.is_described:
             plan.is_described = True
-            dump(f"stage{self.stage_index}.txt", str(self.explain()))
+            dump(f"stage{self.stage_index}.txt", lambda: str(self.explain()))
 
     def _plan(self) -> StagePlan:
         if self._current is None:
