@@ -77,6 +77,7 @@ def failed_step(transport: str) -> None:
     step()
     before = state()
     grads = [p.grad.cpu() for p in stage.submod.parameters()]  # type: ignore[union-attr]
+    dist.barrier()  # The other rank may still be in its first step.
     if rank == 0:
         rendezvous.report(ValueError("no batch"))
     else:
