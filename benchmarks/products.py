@@ -1,16 +1,18 @@
-"""Matrix products of a transformer block in XLA and in eager PyTorch, on one core.
+"""Matrix products of a transformer block in programs and in eager PyTorch, on one core.
 
     python benchmarks/products.py
     python benchmarks/products.py --size large --json
     XLA_FLAGS=--xla_cpu_use_xnnpack=true python benchmarks/products.py
 
 The products of the MLP of `gpt.py`: forward, gradient of the input, gradient of the
-weight. Both sides take turns; medians. The time in XLA is that of a program with one
-product, from its dispatch to its end: some 0.2 ms of it are dispatch. Columns,
-as the JSON names them:
+weight. All sides take turns; medians. The time of a program with one product is that
+from its dispatch to its end: some 0.2 ms of it are dispatch. Columns, as the JSON names
+them:
 
-xla_gflops, eager_gflops: Floating-point operations per second.
-ratio: Time in XLA by time in eager PyTorch.
+ours_gflops: Floating-point operations per second in a program as stages have it.
+xla_gflops: The same with `TORCH_XLA_PP_PRODUCTS=xla`.
+eager_gflops: The same in eager PyTorch.
+ratio, xla_ratio: Time in each program by time in eager PyTorch.
 """
 
 import argparse
@@ -25,30 +27,31 @@ import gpt
 import torch
 from pinning import check_pinned, pin
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 ROUNDS = 30
 WARM_UP = 3
 
 
-def forward(x: Tensor, weight: Tensor) -> Tensor:
+def forward(x: Tensor, weight: Tensor) -> tuple[Tensor]:
     """Return `(N, out)` of `(N, in)` and `(out, in)`."""
-    return x @ weight.t()
+    return (x @ weight.t(),)
 
 
-def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+def input_gradient(grad: Tensor, weight: Tensor) -> tuple[Tensor]:
     """Return `(N, in)` of `(N, out)` and `(out, in)`."""
-    return grad @ weight
+    return (grad @ weight,)
 
 
-def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+def weight_gradient(grad: Tensor, x: Tensor) -> tuple[Tensor]:
     """Return `(out, in)` of `(N, out)` and `(N, in)`."""
-    return grad.t() @ x
+    return (grad.t() @ x,)
 
 
-def cases(size: dict[str, int]) -> list[tuple[str, Callable[..., Tensor], Any, Any]]:
+def cases(size: dict[str, int]) -> list[tuple[str, Callable[..., Any], Any, Any]]:
     """Return name, function and the shapes of its arguments."""
     rows, width = gpt.ROWS * size["length"], size["width"]
-    found: list[tuple[str, Callable[..., Tensor], Any, Any]] = []
+    found: list[tuple[str, Callable[..., Any], Any, Any]] = []
     for inner, outer in ((width, 4 * width), (4 * width, width)):
         name = f"{rows} rows, {inner} -> {outer}"
         found += [
@@ -59,45 +62,63 @@ def cases(size: dict[str, int]) -> list[tuple[str, Callable[..., Tensor], Any, A
     return found
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    """Return the time that a call takes."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def program(
+    call: Callable[..., Any], arguments: list[Tensor], products: str
+) -> Callable[[], None]:
+    """Return what runs `call` as a program that has run before, and waits for it."""
+    from torch_xla_pp import xla_compat
+    from torch_xla_pp.compile import Function, Program
+
+    module = make_fx(call)(*arguments)
+    names = ("left", "right")
+    compiled = Program(
+        Function(name="product", module=module, inputs=names, outputs=("result",)), {}
+    )
+    device = xla_compat.device()
+    values = {n: a.to(device) for n, a in zip(names, arguments, strict=True)}
+
+    def run() -> None:
+        compiled(values)
+        xla_compat.wait_device()
+
+    os.environ["TORCH_XLA_PP_PRODUCTS"] = products
+    run()
+    return run
 
 
 def row_of(
-    name: str, function: Callable[..., Tensor], left: Any, right: Any
+    name: str, call: Callable[..., Any], left: Any, right: Any
 ) -> dict[str, Any]:
-    """Measure one product on both sides."""
-    import torch_xla
-
-    from torch_xla_pp import xla_compat
-
-    arguments = torch.randn(left), torch.randn(right)
-    uploaded = [argument.to(xla_compat.device()) for argument in arguments]
-
-    def in_xla() -> None:
-        result = function(*uploaded)
-        torch_xla.sync()
-        xla_compat.wait_device()
-        del result
-
-    times: list[tuple[float, float]] = []
-    for _ in range(WARM_UP + ROUNDS):
-        times.append((seconds(in_xla), seconds(lambda: function(*arguments))))
-    xla_s, eager_s = map(statistics.median, zip(*times[WARM_UP:], strict=True))
-    flops = (
-        2
-        * function(*arguments).numel()
-        * (left[0] if function is weight_gradient else left[1])
-    )
-    return {
-        "product": name,
-        "xla_gflops": flops / xla_s / 1e9,
-        "eager_gflops": flops / eager_s / 1e9,
-        "ratio": xla_s / eager_s,
+    """Measure one product on all sides."""
+    arguments = [torch.randn(left), torch.randn(right)]
+    sides: dict[str, Callable[[], Any]] = {
+        "ours": program(call, arguments, "torch"),
+        "xla": program(call, arguments, "xla"),
+        "eager": lambda: call(*arguments),
     }
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(WARM_UP + ROUNDS):
+        for side, run in sides.items():
+            start = time.perf_counter()
+            run()
+            times[side].append(time.perf_counter() - start)
+    seconds = {s: statistics.median(t[WARM_UP:]) for s, t in times.items()}
+    depth = left[0] if call is weight_gradient else left[1]
+    flops = 2 * call(*arguments)[0].numel() * depth
+    row: dict[str, Any] = {"product": name}
+    row |= {f"{side}_gflops": flops / s / 1e9 for side, s in seconds.items()}
+    row["ratio"] = seconds["ours"] / seconds["eager"]
+    row["xla_ratio"] = seconds["xla"] / seconds["eager"]
+    return row
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """Return a row as a line of text."""
+    return (
+        f"{row['product']:38} ours {row['ours_gflops']:5.1f} GFLOP/s"
+        f"  XLA {row['xla_gflops']:5.1f}  eager {row['eager_gflops']:5.1f}"
+        f"  ratio {row['ratio']:.2f}  XLA's {row['xla_ratio']:.2f}"
+    )
 
 
 def main() -> None:
@@ -113,12 +134,7 @@ def main() -> None:
     xpp.device()
     for case in cases(gpt.SIZES[options.size]):
         row = row_of(*case)
-        print(
-            json.dumps(row)
-            if options.json
-            else f"{row['product']:38} XLA {row['xla_gflops']:5.1f} GFLOP/s"
-            f"  eager {row['eager_gflops']:5.1f}  ratio {row['ratio']:.2f}"
-        )
+        print(json.dumps(row) if options.json else line_of(row))
     check_pinned(core)
 
 

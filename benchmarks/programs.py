@@ -60,6 +60,11 @@ class Alone:
         _, self.sums = self.programs.backward({**self.fixed, **self.sums}, self.live)
         self.wait()
 
+    def both(self) -> None:
+        """Run a forward and its full backward."""
+        self.forward()
+        self.backward()
+
     def backward_input(self) -> None:
         """Run the first half of the split backward."""
         _, self.live = self.programs.backward_input(self.fixed, self.live)
@@ -76,8 +81,8 @@ def split_backward(size_name: str, core: int) -> list[dict[str, Any]]:
     """Compare the two halves of a backward with the whole, for stage 1 of 4."""
     pin(core)
     size = gpt.SIZES[size_name]
-    alone = Alone(gpt.make_part(1, 4, size), *_activations(size))
-    seconds = _medians(
+    alone = Alone(gpt.make_part(1, 4, size), *activations(size))
+    seconds = medians(
         {
             "forward": alone.forward,
             "full": alone.backward,
@@ -118,24 +123,19 @@ def layers(size_name: str, core: int) -> list[dict[str, Any]]:
 
 def _beside_eager(module: nn.Module, size: dict[str, int]) -> dict[str, float]:
     """Return the seconds of forward and backward as programs, and of eager PyTorch."""
-    x, grad = _activations(size)
-    alone = Alone(module, x, grad)
-
-    def ours() -> None:
-        alone.forward()
-        alone.backward()
-
-    return _medians({"ours": ours, "eager": lambda: module(x).backward(grad)})
+    x, grad = activations(size)
+    ours = Alone(module, x, grad).both
+    return medians({"ours": ours, "eager": lambda: module(x).backward(grad)})
 
 
-def _activations(size: dict[str, int]) -> tuple[Tensor, Tensor]:
+def activations(size: dict[str, int]) -> tuple[Tensor, Tensor]:
     """Return an input that needs a gradient, and the gradient of an output."""
     torch.manual_seed(0)
     shape = (gpt.ROWS, size["length"], size["width"])
     return torch.randn(shape, requires_grad=True), torch.randn(shape)
 
 
-def _medians(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+def medians(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
     """Run all calls in turn, several times; return the median seconds of each."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for attempt in range(WARM_UP + ROUNDS):

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string>
 
+#include "products.h"
 #include "recorder.h"
 #include "registry.h"
 #include "ucx_link.h"
@@ -68,6 +69,11 @@ int64_t xpp_register(const void* get_api, const char* target, int32_t op, char* 
                      int64_t capacity) {
   return CopyText(RegisterHandler(get_api, target, static_cast<Op>(op)), error,
                   capacity);
+}
+
+void xpp_use_blas(void* multiply, void* set_threads) {
+  UseBlas({reinterpret_cast<decltype(Blas::multiply)>(multiply),
+           reinterpret_cast<decltype(Blas::set_threads)>(set_threads)});
 }
 
 void xpp_start_recording() { TheRecorder().Start(); }

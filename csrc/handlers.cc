@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "engine.h"
+#include "products.h"
 #include "recorder.h"
 #include "registry.h"
 #include "xla/ffi/api/ffi.h"
@@ -313,7 +314,7 @@ XLA_FFI_DEFINE_HANDLER(kBegin, Begin, ffi::Ffi::Bind().RemainingArgs().Remaining
 
 XLA_FFI_DEFINE_HANDLER(kEnd, End, ffi::Ffi::Bind().RemainingArgs().RemainingRets());
 
-XLA_FFI_Handler* const kHandlers[] = {kSend, kReceive, kBegin, kEnd};
+XLA_FFI_Handler* const kHandlers[] = {kSend, kReceive, kBegin, kEnd, ProductHandler()};
 
 }  // namespace
 

@@ -14,7 +14,7 @@ int64_t AddEngine(std::shared_ptr<Engine> engine);
 std::shared_ptr<Engine> FindEngine(int64_t id);
 std::shared_ptr<Engine> RemoveEngine(int64_t id);
 
-enum class Op : int32_t { kSend = 0, kReceive = 1, kBegin = 2, kEnd = 3 };
+enum class Op : int32_t { kSend = 0, kReceive = 1, kBegin = 2, kEnd = 3, kProduct = 4 };
 
 // Makes XLA call the handler of an op for custom calls of this target. Returns what is
 // wrong, or nothing. `get_api` is the address of xla::ffi::GetXlaFfiApi in the XLA that

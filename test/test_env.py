@@ -23,6 +23,18 @@ def test_the_transport_is_one_of_two_or_left_open(
         env.transport()
 
 
+def test_products_are_those_of_torch_unless_the_user_chooses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TORCH_XLA_PP_PRODUCTS", raising=False)
+    assert env.products() == "torch"
+    monkeypatch.setenv("TORCH_XLA_PP_PRODUCTS", "xla")
+    assert env.products() == "xla"
+    monkeypatch.setenv("TORCH_XLA_PP_PRODUCTS", "mkl")
+    with pytest.raises(ValueError, match="TORCH_XLA_PP_PRODUCTS: expected one of"):
+        env.products()
+
+
 def test_flags_for_xla_are_added_to_the_users_and_never_replace_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

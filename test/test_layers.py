@@ -11,8 +11,9 @@ pytestmark = pytest.mark.pure
 PACKAGE = "torch_xla_pp"
 ROOT = Path(__file__).parent.parent / PACKAGE
 LAYERS = (
-    ("errors", "env", "elf"),
+    ("errors", "env", "elf", "heap"),
     ("dump", "mesh", "timeline", "xla_compat"),
+    ("native",),
     ("graph", "transport"),
     ("plan",),
     ("schedule", "compile"),

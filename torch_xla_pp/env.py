@@ -2,9 +2,10 @@
 
 import os
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 TransportName = Literal["in_graph", "host"]
+ProductsName = Literal["torch", "xla"]
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -56,17 +57,30 @@ def transport() -> TransportName | None:
     Raises:
         ValueError: The variable holds anything else than `in_graph` or `host`.
     """
-    text = os.environ.get("TORCH_XLA_PP_TRANSPORT", "")
-    for name in get_args(TransportName):
-        if text == name:
-            found: TransportName = name
-            return found
-    if text:
+    found: TransportName | None = _choice("TORCH_XLA_PP_TRANSPORT", TransportName)
+    return found
+
+
+def products() -> ProductsName:
+    """Return whose library multiplies matrices on a CPU device, if there is a choice.
+
+    Set by `TORCH_XLA_PP_PRODUCTS`; the default is `torch`.
+
+    Raises:
+        ValueError: The variable holds anything else than `torch` or `xla`.
+    """
+    return _choice("TORCH_XLA_PP_PRODUCTS", ProductsName) or "torch"
+
+
+def _choice(name: str, choices: Any) -> Any:
+    """Return what a variable holds, None if it is not set."""
+    text = os.environ.get(name, "")
+    if text and text not in get_args(choices):
         raise ValueError(
-            f"TORCH_XLA_PP_TRANSPORT: expected one of {get_args(TransportName)}, got "
-            f"{text!r}. Unset it to use the best one."
+            f"{name}: expected one of {get_args(choices)}, got {text!r}. Unset it to "
+            "use the best one."
         )
-    return None
+    return text or None
 
 
 def dump_dir() -> Path | None:

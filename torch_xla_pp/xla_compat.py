@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NewType
 
@@ -24,7 +24,7 @@ import torch_xla.runtime as xr
 from torch import Tensor
 from torch_xla.distributed.spmd import XLAShardedTensor
 
-from torch_xla_pp import elf, env
+from torch_xla_pp import elf, env, heap
 
 _XLAC = torch_xla._XLAC
 
@@ -50,6 +50,8 @@ def enable_spmd() -> None:
     """
     if not xr.is_spmd():
         xr.use_spmd()
+    if xr.device_type() == "CPU":
+        heap.keep_freed()
     _XLAC._init_computation_client()
 
 
@@ -458,20 +460,23 @@ def custom_call(
     operands: Sequence[Tensor],
     shapes: Sequence[Sequence[int]],
     dtypes: Sequence[torch.dtype],
+    attributes: Mapping[str, int] | None = None,
 ) -> list[Tensor]:
     """Call a handler of XLA's typed FFI on each device, within `to_shards`.
 
-    torch_xla tells graphs apart by `target` alone: it must differ for other shapes
-    or dtypes, also for those outside of the per-device part. Results may need no
-    order among themselves; a call whose results are unused is dropped.
+    torch_xla tells graphs apart by `target` alone: it must differ for other shapes,
+    dtypes or attributes, also for shapes outside of the per-device part. Results may
+    need no order among themselves; a call whose results are unused is dropped.
 
     The handler sees everything flat, in the order of rows: XLA may choose any order
     of dimensions for a buffer that has several, and does not tell handlers which.
     """
     flat = [manual(operand.reshape(-1)) for operand in operands]
     sizes = [[math.prod(shape)] for shape in shapes]
+    fields = ", ".join(f"{k} = {v} : i64" for k, v in (attributes or {}).items())
+    config = f"{{{fields}}}" if fields else ""
     results = _XLAC._xla_custom_call(
-        flat, target, sizes, list(dtypes), False, "", _TYPED_FFI, {}
+        flat, target, sizes, list(dtypes), False, config, _TYPED_FFI, {}
     )
     return [
         manual(manual(result).reshape(list(shape)))

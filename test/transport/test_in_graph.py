@@ -19,6 +19,7 @@ from torchrun import torchrun
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.mesh import Tiling
+from torch_xla_pp.native import Engine
 from torch_xla_pp.testing import Outcome, Worlds
 from torch_xla_pp.transport import (
     InGraphTransport,
@@ -28,7 +29,6 @@ from torch_xla_pp.transport import (
     receive_op,
     send_op,
 )
-from torch_xla_pp.transport.native import Engine
 
 pytestmark = pytest.mark.worlds
 
@@ -431,7 +431,7 @@ def test_a_death_is_noticed_over_tcp(worlds: Worlds) -> None:
 
 
 SCRIPT = """
-import logging, os, torch_xla_pp.transport.native as native
+import logging, os, torch_xla_pp.native as native
 logging.basicConfig()
 def library():
     raise native.Unavailable("it is hidden")

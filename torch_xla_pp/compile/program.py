@@ -19,13 +19,14 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import border
 from torch_xla_pp.compile.border import TOKEN, Border, route_in, route_out
 from torch_xla_pp.compile.lowering import Constraints, Lowering
 from torch_xla_pp.compile.partition import Function
+from torch_xla_pp.compile.products import OwnProducts, has_own_products
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.transport import recording
 
@@ -213,12 +214,16 @@ class Program:
     def _run(self, values: Mapping[str, Tensor]) -> Sequence[Tensor]:
         """Run the function, with its inputs as they lie where they are used."""
         inputs = {name: values[name] for name in self.function.inputs}
+        module = self.function.module
+        if isinstance(module, fx.GraphModule) and has_own_products():
+            # One device has all of every value, so constraints say nothing.
+            return OwnProducts(module).run(*inputs.values())  # type: ignore[no-any-return]
         if self._constraints is None:
-            return self.function.module(*inputs.values())  # type: ignore[no-any-return]
+            return module(*inputs.values())  # type: ignore[no-any-return]
         for name, sharding in self._constraints.used.items():
             if name in inputs:
                 inputs[name] = xla_compat.constrain(inputs[name], sharding)
-        lowering = Lowering(self.function.module, self._constraints)
+        lowering = Lowering(module, self._constraints)
         return lowering.run(*inputs.values())  # type: ignore[no-any-return]
 
     def _map_parameters(self, args: list[Tensor], outputs: list[Tensor]) -> None:

@@ -33,10 +33,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_xla_pp import env, xla_compat
+from torch_xla_pp import env, native, xla_compat
 from torch_xla_pp.errors import TransportError, TransportTimeout
 from torch_xla_pp.mesh import Tiling
-from torch_xla_pp.transport import native
 from torch_xla_pp.transport.pieces import are_alike, piece_table
 from torch_xla_pp.transport.rendezvous import Rendezvous
 from torch_xla_pp.transport.stage_transport import (

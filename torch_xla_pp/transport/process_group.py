@@ -32,6 +32,7 @@ from torch.distributed import ReduceOp
 
 from torch_xla_pp import env, xla_compat
 from torch_xla_pp.errors import TransportError
+from torch_xla_pp.native import TOKEN_BYTES, Unavailable
 from torch_xla_pp.transport.c10d import (
     AllgatherOptions,
     AllreduceOptions,
@@ -44,7 +45,6 @@ from torch_xla_pp.transport.c10d import (
 from torch_xla_pp.transport.host_transport import HostTransport
 from torch_xla_pp.transport.in_graph import InGraphTransport
 from torch_xla_pp.transport.inbox import Parcel
-from torch_xla_pp.transport.native import TOKEN_BYTES, Unavailable
 from torch_xla_pp.transport.rendezvous import Rendezvous
 from torch_xla_pp.transport.shards import (
     Description,

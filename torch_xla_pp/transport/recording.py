@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_xla_pp import xla_compat
-from torch_xla_pp.transport import native
+from torch_xla_pp import native, xla_compat
 from torch_xla_pp.transport.stage_transport import DIRECTIONS
 
 KINDS = "FBIW"

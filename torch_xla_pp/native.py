@@ -1,7 +1,7 @@
-"""The compiled library (`csrc/`) with the handlers and the engine of the transport.
+"""The compiled library (`csrc/`): handlers of custom calls, engine of the transport.
 
-A thin typed layer: what the calls mean is said in `csrc/engine.h` and `csrc/inbox.h`.
-Every call lets other Python threads run.
+A thin typed layer: what the calls mean is said in `csrc/engine.h`, `csrc/inbox.h` and
+`csrc/products.h`. Every call lets other Python threads run.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from torch_xla_pp import xla_compat
 
-Op = Literal["send", "receive", "begin", "end"]
+Op = Literal["send", "receive", "begin", "end", "product"]
 
 TOKEN_BYTES = 16
 _OPS: tuple[Op, ...] = get_args(Op)  # as in csrc/registry.h
@@ -61,7 +61,7 @@ def library() -> ctypes.CDLL:
     Raises:
         Unavailable: It was not built, or something that it needs is not there.
     """
-    path = Path(__file__).parent.parent / (
+    path = Path(__file__).parent / (
         "_native" + importlib.machinery.EXTENSION_SUFFIXES[0]
     )
     if not path.exists():
@@ -90,6 +90,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
     text, pointer, f64 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_double
     for name, result, arguments in (
         ("register", i64, (pointer, text, i32, text, i64)),
+        ("use_blas", None, (pointer, pointer)),
         ("start_recording", None, ()),
         ("stop_recording", i64, (ctypes.POINTER(i64), i64)),
         ("open", i64, (i32, i32, f64, text, text, text, i64)),

@@ -1,0 +1,123 @@
+"""A step with freed memory kept, and with what glibc does by itself.
+
+    python benchmarks/heap.py
+    python benchmarks/heap.py --size large --schedules 1F1B --rounds 1 --json
+
+Two ranks of one local device each, rank r with all its threads on core r, train the GPT
+of `gpt.py` with eight microbatches. Malloc is set once per process, so the sides take
+turns in fresh processes; medians over the steps of all turns. Columns, as the JSON
+names them:
+
+kept_s, returned_s: Time of a step with this package's settings, and with none.
+ratio: kept_s / returned_s.
+kept_cpu_s, returned_cpu_s: Processor time of a step, of both ranks.
+kept_faults, returned_faults: Pages that a step takes from the system, of both ranks.
+kept_peak_mib, returned_peak_mib: Largest size that a rank's process has had.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import gpt
+import sides
+import torch.distributed as dist
+from pinning import check_pinned
+from sides import NUM_RANKS, SCHEDULES
+
+MICROBATCHES = 8
+WARM_UP = 3
+STEPS = 8
+
+
+def measure(
+    schedule: str, size_name: str, cores: Sequence[int], keeps_memory: bool
+) -> tuple[list[float], float, int, int]:
+    """Return the seconds of some steps, and this rank's use of processor and memory.
+
+    These are seconds and pages per step, and the largest size in MiB.
+    """
+    if not keeps_memory:
+        os.environ["GLIBC_TUNABLES"] = ""  # the user has decided
+    core = sides.join(cores)
+    from torch_xla_pp import xla_compat
+
+    side = sides.our_side(schedule, MICROBATCHES, gpt.SIZES[size_name])
+    seconds = []
+    for step in range(WARM_UP + STEPS):
+        if step == WARM_UP:
+            before = resource.getrusage(resource.RUSAGE_SELF)
+        start = time.perf_counter()
+        side.step()
+        xla_compat.wait_device()
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    check_pinned(core)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    faults = (after.ru_minflt - before.ru_minflt) // STEPS
+    return seconds[WARM_UP:], cpu_s / STEPS, faults, after.ru_maxrss >> 10
+
+
+def row_of(schedule: str, size_name: str, rounds: int) -> dict[str, Any]:
+    """Measure both sides in turns."""
+    # The workers import this file, so its functions must not be those of `__main__`.
+    import heap
+
+    from torch_xla_pp.testing import Worlds
+
+    cores = sorted(os.sched_getaffinity(0))
+    found: dict[bool, list[Any]] = {True: [], False: []}
+    for _ in range(rounds):
+        for keeps_memory, results in found.items():
+            args = (schedule, size_name, cores, keeps_memory)
+            with Worlds() as worlds:
+                results.append(
+                    worlds.run(heap.measure, ranks=NUM_RANKS, args=args, timeout_s=1200)
+                )
+    row: dict[str, Any] = {"model": size_name, "schedule": schedule}
+    for name, turns in zip(("kept", "returned"), found.values(), strict=True):
+        row[f"{name}_s"] = statistics.median(s for turn in turns for s in turn[0][0])
+        for index, what in ((1, "cpu_s"), (2, "faults")):
+            row[f"{name}_{what}"] = statistics.median(
+                sum(rank[index] for rank in turn) for turn in turns
+            )
+        row[f"{name}_peak_mib"] = max(peak for turn in turns for *_, peak in turn)
+    return row | {"ratio": row["kept_s"] / row["returned_s"]}
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """Return a row as a line of text."""
+    kept, returned = (
+        f"{row[f'{name}_s']:.3f} s, {row[f'{name}_cpu_s']:.3f} s of processors,"
+        f" {row[f'{name}_faults']:.0f} page faults, {row[f'{name}_peak_mib']} MiB"
+        for name in ("kept", "returned")
+    )
+    return (
+        f"{row['model']} {row['schedule']:14}  kept {kept}  returned {returned}"
+        f"  ratio {row['ratio']:.2f}"
+    )
+
+
+def main() -> None:
+    """Measure the schedules that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=gpt.SIZES, default="small")
+    parser.add_argument(
+        "--schedules", nargs="+", choices=SCHEDULES, default=["GPipe", "1F1B"]
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    for schedule in options.schedules:
+        row = row_of(schedule, options.size, options.rounds)
+        print(json.dumps(row) if options.json else line_of(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+// Products of matrices with the BLAS library that PyTorch brings along.
+#pragma once
+
+#include "xla/ffi/api/c_api.h"
+
+namespace xla_pp {
+
+struct Blas {
+  // sgemm, as Fortran calls it.
+  void (*multiply)(const char*, const char*, const int*, const int*, const int*,
+                   const float*, const float*, const int*, const float*, const int*,
+                   const float*, float*, const int*) = nullptr;
+  // Sets how many threads the calls of this thread use; returns the number before.
+  int (*set_threads)(int) = nullptr;
+};
+
+// Says where the functions are; before the first product.
+void UseBlas(Blas blas);
+
+XLA_FFI_Handler* ProductHandler();
+
+}  // namespace xla_pp

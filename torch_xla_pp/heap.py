@@ -1,0 +1,47 @@
+"""Keep freed memory in this process, for the values of the next step.
+
+On a CPU device XLA takes the memory of every value from malloc and gives it back when
+the value is dropped, by the same sizes in every step. By default glibc returns much of
+that to the system at once, and each step pays for fresh pages again, see
+docs/performance/step.md. The price of keeping it is that the process stays as large as
+it has ever been.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+
+# Variables by which the user says what malloc shall do, see mallopt(3).
+_CHOICES = (
+    "GLIBC_TUNABLES",
+    "MALLOC_ARENA_MAX",
+    "MALLOC_MMAP_MAX_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TRIM_THRESHOLD_",
+)
+# Parameter of mallopt → value. One heap for all threads, as those of single threads
+# are small; no mapping for a large value alone; no return of what is free.
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+_SETTINGS = {_ARENA_MAX: 1, _MMAP_MAX: 0, _TRIM_THRESHOLD: (1 << 31) - 1}
+
+_logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def keep_freed() -> None:
+    """Tell glibc to keep what is freed, unless the user has told it something.
+
+    Threads that have allocated before keep their heaps, so call it early. Does nothing
+    with another C library.
+    """
+    chosen = [name for name in _CHOICES if name in os.environ]
+    if chosen:
+        _logger.info("malloc is left as %s says", ", ".join(chosen))
+        return
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        return
+    for parameter, value in _SETTINGS.items():
+        mallopt(parameter, value)
