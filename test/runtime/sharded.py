@@ -142,6 +142,8 @@ class Job:
     is_v: bool = False
     # What torch's `distribute_module` shards: a "part", the "stage" made of it, or "".
     distributed: str = ""
+    # Devices along each of the two axes of a rank's mesh.
+    axis_size: int = 2
 
     @property
     def num_stages(self) -> int:
@@ -155,10 +157,9 @@ class Report:
 
 
 def build(job: Job, model: Model) -> list[Any]:
-    """Make this rank's stages; the mesh of a rank is data=2 x model=2."""
-    mesh = xpp.init_device_mesh(
-        "xla", (job.ranks, 2, 2), mesh_dim_names=("pp", "data", "model")
-    )
+    """Make this rank's stages; the mesh of a rank has the axes data and model."""
+    sizes = (job.ranks, job.axis_size, job.axis_size)
+    mesh = xpp.init_device_mesh("xla", sizes, mesh_dim_names=("pp", "data", "model"))
     rank, group = mesh.get_local_rank("pp"), mesh.get_group("pp")
     options = {"mesh": mesh["data", "model"], "sharding": job.rules}
     count = job.num_stages

@@ -65,6 +65,12 @@ def test_presets_train_as_one_process(
     check(worlds.run(train, ranks=2, devices=4, args=(job,)))
 
 
+def test_rules_say_nothing_to_one_device(worlds: Worlds) -> None:
+    """Which multiplies with another library than several do."""
+    job = Job(rules=PRESETS["fsdp_once+tp"] | PATTERNS, axis_size=1)
+    check(worlds.run(train, ranks=2, devices=1, args=(job,)))
+
+
 @pytest.mark.parametrize("is_v", [False, True])
 def test_experts_train_as_one_process(worlds: Worlds, is_v: bool) -> None:
     rules = PRESETS["ep"] | EXPERTS
