@@ -18,19 +18,17 @@ ratio, xla_ratio: Time in each program by time in eager PyTorch.
 import argparse
 import json
 import os
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import gpt
+import programs
 import torch
 from pinning import check_pinned, pin
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 ROUNDS = 30
-WARM_UP = 3
 
 
 def forward(x: Tensor, weight: Tensor) -> tuple[Tensor]:
@@ -96,13 +94,7 @@ def row_of(
         "xla": program(call, arguments, "xla"),
         "eager": lambda: call(*arguments),
     }
-    times: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in range(WARM_UP + ROUNDS):
-        for side, run in sides.items():
-            start = time.perf_counter()
-            run()
-            times[side].append(time.perf_counter() - start)
-    seconds = {s: statistics.median(t[WARM_UP:]) for s, t in times.items()}
+    seconds = programs.medians(sides, ROUNDS)
     depth = left[0] if call is weight_gradient else left[1]
     flops = 2 * call(*arguments)[0].numel() * depth
     row: dict[str, Any] = {"product": name}

@@ -135,10 +135,12 @@ def activations(size: dict[str, int]) -> tuple[Tensor, Tensor]:
     return torch.randn(shape, requires_grad=True), torch.randn(shape)
 
 
-def medians(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+def medians(
+    calls: dict[str, Callable[[], Any]], rounds: int = ROUNDS
+) -> dict[str, float]:
     """Run all calls in turn, several times; return the median seconds of each."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for attempt in range(WARM_UP + ROUNDS):
+    for attempt in range(WARM_UP + rounds):
         for name, call in calls.items():
             start = time.perf_counter()
             call()

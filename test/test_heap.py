@@ -9,14 +9,18 @@ import pytest
 
 pytestmark = pytest.mark.pure
 
-# The module by itself, which takes a moment; in a thread, as XLA's programs run.
+# The modules by themselves, which takes a moment; in a thread, as XLA's programs run.
 SCRIPT = """
 import ctypes, importlib.util, resource, sys, threading
 
-spec = importlib.util.spec_from_file_location("heap", sys.argv[1])
-heap = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(heap)
-heap.keep_freed()
+def load(path):
+    spec = importlib.util.spec_from_file_location("module", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+env, heap = map(load, sys.argv[1:])
+heap.keep_freed(env.malloc_choices())
 c = ctypes.CDLL(None)
 c.malloc.restype, c.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 size = 48 << 20
@@ -36,15 +40,20 @@ thread = threading.Thread(target=run)
 thread.start()
 thread.join()
 """
-MODULE = Path(__file__).parent.parent / "torch_xla_pp" / "heap.py"
+PACKAGE = Path(__file__).parent.parent / "torch_xla_pp"
+MODULES = [str(PACKAGE / name) for name in ("env.py", "heap.py")]
 
 
 def page_faults(**variables: str) -> int:
     """Return how many pages a value of 48 MiB takes after one that was freed."""
-    unset = {n: v for n, v in os.environ.items() if "MALLOC" not in n}
+    others = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MALLOC", "GLIBC"))
+    }
     run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(MODULE)],
-        env=unset | variables,
+        [sys.executable, "-c", SCRIPT, *MODULES],
+        env=others | variables,
         capture_output=True,
         text=True,
         timeout=60,

@@ -9,6 +9,15 @@ ProductsName = Literal["torch", "xla"]
 
 DEFAULT_TIMEOUT_S = 600.0
 
+# Variables by which the user tells glibc's malloc what to do, see mallopt(3).
+_MALLOC = (
+    "GLIBC_TUNABLES",
+    "MALLOC_ARENA_MAX",
+    "MALLOC_MMAP_MAX_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TRIM_THRESHOLD_",
+)
+
 
 def set_defaults() -> None:
     """Set what torch_xla reads when it is loaded, unless the user has set it.
@@ -70,6 +79,11 @@ def products() -> ProductsName:
         ValueError: The variable holds anything else than `torch` or `xla`.
     """
     return _choice("TORCH_XLA_PP_PRODUCTS", ProductsName) or "torch"
+
+
+def malloc_choices() -> tuple[str, ...]:
+    """Return the variables by which the user has told malloc what to do."""
+    return tuple(name for name in _MALLOC if name in os.environ)
 
 
 def _choice(name: str, choices: Any) -> Any:

@@ -10,16 +10,7 @@ it has ever been.
 import ctypes
 import functools
 import logging
-import os
 
-# Variables by which the user says what malloc shall do, see mallopt(3).
-_CHOICES = (
-    "GLIBC_TUNABLES",
-    "MALLOC_ARENA_MAX",
-    "MALLOC_MMAP_MAX_",
-    "MALLOC_MMAP_THRESHOLD_",
-    "MALLOC_TRIM_THRESHOLD_",
-)
 # Parameter of mallopt → value. One heap for all threads, as those of single threads
 # are small; no mapping for a large value alone; no return of what is free.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
@@ -29,13 +20,15 @@ _logger = logging.getLogger(__name__)
 
 
 @functools.cache
-def keep_freed() -> None:
+def keep_freed(chosen: tuple[str, ...]) -> None:
     """Tell glibc to keep what is freed, unless the user has told it something.
 
     Threads that have allocated before keep their heaps, so call it early. Does nothing
     with another C library.
+
+    Args:
+        chosen: Variables by which the user has, see `env.malloc_choices`.
     """
-    chosen = [name for name in _CHOICES if name in os.environ]
     if chosen:
         _logger.info("malloc is left as %s says", ", ".join(chosen))
         return

@@ -51,7 +51,7 @@ def enable_spmd() -> None:
     if not xr.is_spmd():
         xr.use_spmd()
     if xr.device_type() == "CPU":
-        heap.keep_freed()
+        heap.keep_freed(env.malloc_choices())
     _XLAC._init_computation_client()
 
 
