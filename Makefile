@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 CSRC := $(wildcard csrc/*.cc csrc/*.h csrc/test/*.cc)
 MATCHING := $(addprefix csrc/,engine.cc executor.cc inbox.cc message.cc pool.cc)
 
-.PHONY: help demo test lint types docs pages format sanitize clean
+.PHONY: help demo test stress lint types docs pages format sanitize clean
 
 help:
 	@echo "make demo    train a GPT on two ranks of two devices (ARGS='--schedule ZBVZeroBubble')"
@@ -16,6 +16,7 @@ help:
 	@echo "make lint    check format and style      make types   check types"
 	@echo "make docs    build build/docs/index.html    make pages   write what their code prints"
 	@echo "make sanitize  run the C++ matching code under sanitizers"
+	@echo "make stress  run in loops what must not die (ARGS='--cases eval')"
 	@echo "make format  format the code             make clean   remove what was built"
 
 demo: $(STAMP)
@@ -23,6 +24,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+stress: $(STAMP)
+	$(BIN)/python benchmarks/stress.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -108,7 +108,7 @@ def host_side(size: int) -> tuple[Callable[[], None], Callable[[int], None]]:
     from torch_xla_pp.transport import Message, ShardLayout, of_group
     from torch_xla_pp.transport.host_transport import HostTransport
 
-    transport = HostTransport(of_group(None)._wire)
+    transport = HostTransport(of_group(None).wire)
     rank, peer = dist.get_rank(), 1 - dist.get_rank()
     name = Message("F", 1, 0, 0)
     x = torch.zeros(size // 4, device="xla")

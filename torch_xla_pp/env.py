@@ -1,5 +1,6 @@
 """Every environment variable that torch_xla_pp reads, in one place."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -35,6 +36,40 @@ def set_defaults() -> None:
     if folder is not None and "xla_dump_to" not in flags:
         flags = f"{flags} --xla_dump_to={folder / 'hlo'} --xla_dump_hlo_as_text"
     os.environ["XLA_FLAGS"] = flags.strip()
+
+
+def size_pool(num_threads: int) -> int:
+    """Let the client that torch_xla makes next have a pool of so many threads.
+
+    Sets `PJRT_NPROC`, which it takes the size from: each of its two pools, one for
+    programs and one for what a program does in parallel, has as many threads.
+
+    Args:
+        num_threads: How many it needs at least. More are left as they are, by cores
+            or as the user has set `PJRT_NPROC`.
+
+    Returns:
+        How many it will have.
+    """
+    found = pool_size()
+    if found < num_threads:
+        os.environ["PJRT_NPROC"] = str(num_threads)
+    return max(found, num_threads)
+
+
+def pool_size() -> int:
+    """Return how many threads a client gets that is made now."""
+    for name in ("PJRT_NPROC", "NPROC"):
+        with contextlib.suppress(KeyError, ValueError):
+            return int(os.environ[name])
+    return len(os.sched_getaffinity(0))
+
+
+def num_cpu_devices() -> int:
+    """Return how many devices a client for CPU gets that is made now."""
+    with contextlib.suppress(KeyError, ValueError):
+        return int(os.environ["CPU_NUM_DEVICES"])
+    return 1
 
 
 def timeout_s() -> float:

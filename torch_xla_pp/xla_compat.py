@@ -25,11 +25,15 @@ from torch import Tensor
 from torch_xla.distributed.spmd import XLAShardedTensor
 
 from torch_xla_pp import elf, env, heap
+from torch_xla_pp.errors import PipelineError
 
 _XLAC = torch_xla._XLAC
 
 OpSharding = Any
 GraphHash = NewType("GraphHash", bytes)
+
+MAX_IN_FLIGHT = 24
+"""How many programs may be enqueued and not have ended."""
 
 _REPLICATED = 0
 _MANUAL = 4
@@ -50,9 +54,47 @@ def enable_spmd() -> None:
     """
     if not xr.is_spmd():
         xr.use_spmd()
-    if xr.device_type() == "CPU":
+    is_cpu = xr.device_type() == "CPU"
+    if is_cpu:
         heap.keep_freed(env.malloc_choices())
+        size_pool()
     _XLAC._init_computation_client()
+    if is_cpu:
+        _check_pool()
+
+
+def size_pool() -> None:
+    """Give the client for CPU devices the threads it needs, unless there is one yet.
+
+    Called when the package is imported, too, so that it holds for a client that the
+    program makes itself.
+    """
+    if not _XLAC._xla_runtime_is_initialized():
+        env.size_pool(_num_threads(env.num_cpu_devices()))
+
+
+def _num_threads(num_devices: int) -> int:
+    """Return how many threads a client for CPU devices needs so as not to stand still.
+
+    Programs are launched by threads of its pool, one for each device at once, and run
+    on others, one for each device, since those of one launch begin when the launch
+    before has ended; all of these may wait. One more is for copies. With one device
+    programs are launched by their caller. See docs/design/024-in-flight.md.
+    """
+    return 2 if num_devices == 1 else 2 * num_devices + 1
+
+
+def _check_pool() -> None:
+    """Refuse a client that was made before, with too few threads."""
+    count = num_local_devices()
+    found, needed = env.pool_size(), _num_threads(count)
+    if found < needed:
+        raise PipelineError(
+            f"XLA's client was made with {found} threads for {count} devices: expected "
+            f"at least {needed}, or programs can wait for each other for ever. Import "
+            "torch_xla_pp before anything uses XLA, and set CPU_NUM_DEVICES before "
+            f"that; or set PJRT_NPROC={needed} at the launch."
+        )
 
 
 def is_spmd() -> bool:
@@ -137,23 +179,61 @@ def are_pending(tensors: Sequence[Tensor]) -> list[bool]:
     return list(_XLAC._check_tensor_need_materialization(list(tensors)))
 
 
+def is_of_whole_values(value: Tensor) -> bool:
+    """Return whether a value is pending, and computed from replicated ones alone."""
+    if not are_pending([value])[0]:
+        return False
+    _ids, sources = graph_parameters([value])
+    return all(map(is_replicated, sources))
+
+
 def materialize(tensors: Sequence[Tensor]) -> None:
     """Put `tensors` on the device, with one program for the pending ones.
 
     Other pending values are left alone. Returns when the program is enqueued.
     """
     if tensors:
+        _in_flight().add_one()
         _XLAC._xla_sync_multi(list(tensors), [], False, True)
 
 
 def sync_all() -> None:
     """Compute every pending value of the process in one program."""
+    _in_flight().add_one()
     torch_xla.sync(reset_scope=False)
 
 
 def wait_device() -> None:
     """Wait until the device has run every program that was enqueued."""
     xm.wait_device_ops()
+    _in_flight().count = 0
+
+
+class _InFlight:
+    """The programs that were enqueued and may not have ended.
+
+    A launch waits, on a thread of the client's pool, while 32 programs of its device
+    have not ended; and memory grows with how far the device is behind. So there are
+    never that many: whoever enqueues one too many waits for those before it first.
+
+    Attributes:
+        count: How many they are at most.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add_one(self) -> None:
+        """Make room for a program that is about to be enqueued."""
+        if self.count >= MAX_IN_FLIGHT:
+            wait_device()
+        self.count += 1
+
+
+@functools.cache
+def _in_flight() -> _InFlight:
+    """Return the process's own."""
+    return _InFlight()
 
 
 def flush() -> None:
@@ -297,6 +377,7 @@ def unwrapped(value: Tensor) -> Tensor:
 
 def run_graph(graph_hash: GraphHash, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Enqueue a compiled graph on `parameters`, which must be device data."""
+    _in_flight().add_one()
     return list(_XLAC._run_cached_graph(graph_hash, list(parameters)))
 
 

@@ -193,7 +193,12 @@ class Placement:
         value = tensor.detach()
         if is_new and not self.local.is_split(partition):
             return xla_compat.replicate(value)
-        value = value.to(xla_compat.device()) if is_new else value.clone()
+        if is_new:
+            value = value.to(xla_compat.device())
+        elif xla_compat.is_of_whole_values(value):
+            # Cut while whole: XLA would cut the parts of devices, and exchange rows.
+            value = xla_compat.constrain(value, xla_compat.replicated_sharding())
+        value = value.clone()
         xla_compat.annotate(value, sharding)
         return value
 

@@ -69,6 +69,7 @@ from torch_xla_pp.runtime.replicas import (
 from torch_xla_pp.runtime.shared import SharedParameters
 from torch_xla_pp.runtime.silent_stage import SilentStage
 from torch_xla_pp.runtime.step_kinds import StepKinds
+from torch_xla_pp.runtime.steps_ahead import StepsAhead
 from torch_xla_pp.runtime.torch_compat import (
     Schedule,
     calling_schedule,
@@ -93,6 +94,7 @@ class _Drive:
     """Hold what a stage knows about one schedule that drives it."""
 
     kinds: StepKinds
+    ahead: StepsAhead
     wiring: Wiring
     is_merge_given: bool
     loss: StageLoss | None = None
@@ -304,6 +306,7 @@ class XlaPipelineStage(SilentStage):
             self._current = None
             if schedule in self._drives and local_stages(schedule)[0] is self:
                 self._drives[schedule].kinds.begin_step()
+                self._drives[schedule].ahead.begin_step()
             self._exchange.settle()
             self._state.begin_step()
 
@@ -365,13 +368,20 @@ class XlaPipelineStage(SilentStage):
         agree_on_replicas({s.stage_index: s._replicas for s in stages}, self.num_stages)
         kinds = StepKinds(self._pg.rendezvous, key, wiring.ranks[0])
         kinds.begin_step()
+        mine = [stage.stage_index for stage in stages]
+        ahead = StepsAhead(
+            self._pg,
+            key,
+            sources=[wiring.ranks[p] for s in mine for p in wiring.producers(s)],
+            takers=[wiring.ranks[c] for s in mine for c in wiring.consumers(s)],
+        )
         for stage in stages:
             known = stage._drives.get(schedule)
             loss = stage._take_loss(schedule) if known is None else known.loss
             is_given = (
                 has_merge_spec(schedule) if known is None else known.is_merge_given
             )
-            stage._drives[schedule] = _Drive(kinds, wiring, is_given, loss)
+            stage._drives[schedule] = _Drive(kinds, ahead, wiring, is_given, loss)
             stage._expect_messages(wiring)
 
     @property
@@ -669,6 +679,7 @@ class XlaPipelineStage(SilentStage):
                 stage._state.publish_grads()
                 stage._describe_once()
             first = stages[0]
+            first._drives[self._driver()].ahead.end_step()
             if first.has_backward and self._variant(plan).programs.has_backward:
                 first._drives[self._driver()].kinds.forget_announced()
 

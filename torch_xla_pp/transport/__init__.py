@@ -7,6 +7,7 @@ from torch_xla_pp.transport.in_graph import (
     receive_op,
     send_op,
 )
+from torch_xla_pp.transport.inbox import Ticket
 from torch_xla_pp.transport.pieces import part_sizes
 from torch_xla_pp.transport.process_group import (
     XlaPpProcessGroup,
@@ -32,6 +33,7 @@ __all__ = [
     "ShardLayout",
     "StageTransport",
     "StoreLost",
+    "Ticket",
     "XlaPpProcessGroup",
     "clock_offset_ns",
     "of_group",

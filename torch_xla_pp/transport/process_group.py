@@ -78,6 +78,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
 
     Attributes:
         rendezvous: Agreement and errors of the group's ranks.
+        wire: Messages of bytes between them.
         mailbox: Values that stages of this rank hand over to each other, by slot.
     """
 
@@ -93,8 +94,8 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         self._set_default_backend(kind)
         job_rank = dist.get_rank() if dist.is_initialized() else rank
         self.rendezvous = Rendezvous(store, rank, size, env.timeout_s(), job_rank)
-        self._wire = Wire(store, self.rendezvous)
-        self._closings: list[Callable[[], None]] = [self._wire.close]
+        self.wire = Wire(store, self.rendezvous)
+        self._closings: list[Callable[[], None]] = [self.wire.close]
         self._close = weakref.finalize(self, _close_all, self._closings)
         if rank == 0:
             self.rendezvous.publish(_TOKEN, secrets.token_bytes(TOKEN_BYTES))
@@ -107,7 +108,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         Raises:
             TransportError: `TORCH_XLA_PP_TRANSPORT` names one that cannot be had.
         """
-        host = HostTransport(self._wire)
+        host = HostTransport(self.wire)
         if env.transport() == "host":
             return host
         try:
@@ -137,25 +138,25 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         """Send tensors to group rank `dst`; returns when they are copied out."""
         if _any_xla(tensors):
             for tensor in tensors:
-                self._wire.send(dst, ("p2p", _checked(tag)), *pack(tensor, "send"))
+                self.wire.send(dst, ("p2p", _checked(tag)), *pack(tensor, "send"))
             return DoneWork()
         if dst != self.rank():
             return self._gloo.send(tensors, dst, tag)
         for tensor in tensors:
             data = to_bytes(tensor.detach().clone())
-            self._wire.send(dst, ("p2p cpu", _checked(tag)), None, [data])
+            self.wire.send(dst, ("p2p cpu", _checked(tag)), None, [data])
         return DoneWork()
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> dist.Work:
         """Receive from group rank `src` into tensors, which the work's wait fills."""
         if _any_xla(tensors):
-            tickets = [self._wire.expect(src, ("p2p", _checked(tag))) for _ in tensors]
+            tickets = [self.wire.expect(src, ("p2p", _checked(tag))) for _ in tensors]
             finish = functools.partial(_fill_all, tensors, f"recv from rank {src}")
-            return ReceiveWork(self._wire, tickets, finish)
+            return ReceiveWork(self.wire, tickets, finish)
         if src != self.rank():
             return self._gloo.recv(tensors, src, tag)
-        tickets = [self._wire.expect(src, ("p2p cpu", _checked(tag))) for _ in tensors]
-        return ReceiveWork(self._wire, tickets, functools.partial(_copy_all, tensors))
+        tickets = [self.wire.expect(src, ("p2p cpu", _checked(tag))) for _ in tensors]
+        return ReceiveWork(self.wire, tickets, functools.partial(_copy_all, tensors))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
         """Receive CPU tensors from whichever rank sends first."""
@@ -198,7 +199,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         if self.rank() == opts.rootRank:
             header, parts = pack(tensor, what)
             for peer in self._peers():
-                self._wire.send(peer, _COLLECTIVE, header, parts)
+                self.wire.send(peer, _COLLECTIVE, header, parts)
             return DoneWork()
 
         def finish(parcels: list[Parcel]) -> None:
@@ -207,8 +208,8 @@ class XlaPpProcessGroup(dist.ProcessGroup):
             check_alike({opts.rootRank: header}, self.rank(), own)
             fill(tensor, parcels[0], what)
 
-        ticket = self._wire.expect(opts.rootRank, _COLLECTIVE)
-        return ReceiveWork(self._wire, [ticket], finish)
+        ticket = self.wire.expect(opts.rootRank, _COLLECTIVE)
+        return ReceiveWork(self.wire, [ticket], finish)
 
     def allgather(  # type: ignore[override]
         self,
@@ -266,7 +267,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         own = Parcel(*pack(tensor, what))
         peers = self._peers()
         for peer in peers:
-            self._wire.send(peer, _COLLECTIVE, own.header, own.parts)
+            self.wire.send(peer, _COLLECTIVE, own.header, own.parts)
 
         def finish_all(parcels: list[Parcel]) -> None:
             by_rank = dict(zip(peers, parcels, strict=True))
@@ -275,8 +276,8 @@ class XlaPpProcessGroup(dist.ProcessGroup):
             by_rank[self.rank()] = own
             finish([by_rank[rank] for rank in range(self.size())])
 
-        tickets = [self._wire.expect(peer, _COLLECTIVE) for peer in peers]
-        return ReceiveWork(self._wire, tickets, finish_all)
+        tickets = [self.wire.expect(peer, _COLLECTIVE) for peer in peers]
+        return ReceiveWork(self.wire, tickets, finish_all)
 
     def _peers(self) -> list[int]:
         return [rank for rank in range(self.size()) if rank != self.rank()]

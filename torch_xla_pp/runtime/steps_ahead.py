@@ -1,0 +1,65 @@
+"""How many steps a rank may be ahead of those that take its values.
+
+Sends never wait, and in `eval` nothing comes back: without a bound the first ranks
+would run as far ahead as there are batches, and what they send would fill the memory of
+the last ones. So every rank tells those that it takes values from when a step is done,
+and a rank begins a step only when all that take its values have done the last but one.
+
+This cannot stand still: what a rank waits for is of earlier steps, which nobody's later
+ones are needed for.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+from torch_xla_pp.transport import Ticket, XlaPpProcessGroup
+
+MOST_STEPS = 2
+"""Steps of one rank that another one, which takes values of it, has not done."""
+
+
+class StepsAhead:
+    """Keep the stages of one rank and schedule from running ahead.
+
+    Args:
+        group: The ranks of the pipeline.
+        key: Name of the schedule's handshake, equal on all ranks.
+        sources: Ranks that this one takes values from.
+        takers: Ranks that take values of this one.
+    """
+
+    def __init__(
+        self,
+        group: XlaPpProcessGroup,
+        key: str,
+        sources: Iterable[int],
+        takers: Iterable[int],
+    ) -> None:
+        self._group = group
+        self._key = ("end of step", key)
+        self._sources = sorted(set(sources) - {group.rank()})
+        self._takers = sorted(set(takers) - {group.rank()})
+        self._generation = group.rendezvous.generation
+        self._ends: deque[list[Ticket]] = deque()
+
+    def begin_step(self) -> None:
+        """Wait until this rank is at most `MOST_STEPS` ahead.
+
+        Raises:
+            TransportTimeout: A rank does not end its step.
+            Exception: A peer has reported a failure.
+        """
+        generation = self._group.rendezvous.generation
+        if generation != self._generation:
+            self._generation = generation
+            self._ends.clear()
+        while len(self._ends) >= MOST_STEPS:
+            for ticket in self._ends.popleft():
+                self._group.wire.receive(ticket)
+
+    def end_step(self) -> None:
+        """Tell the sources; called when all that this rank takes has arrived."""
+        for rank in self._sources:
+            self._group.wire.send(rank, self._key, None, ())
+        wire = self._group.wire
+        self._ends.append([wire.expect(rank, self._key) for rank in self._takers])
