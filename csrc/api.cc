@@ -108,9 +108,10 @@ int64_t xpp_address(int64_t id, char* out, int64_t capacity) {
   return engine ? CopyText(engine->Address(), out, capacity) : 0;
 }
 
-void xpp_connect(int64_t id, int32_t peer, const char* address, int64_t size) {
+void xpp_connect(int64_t id, int32_t peer, const char* address, int64_t size,
+                 int32_t pid) {
   if (const auto engine = FindEngine(id)) {
-    engine->Connect(peer, std::string(address, static_cast<size_t>(size)));
+    engine->Connect(peer, std::string(address, static_cast<size_t>(size)), pid);
   }
 }
 

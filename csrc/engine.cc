@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <fstream>
 #include <utility>
 
 namespace xla_pp {
@@ -31,6 +32,18 @@ std::string Encode(const Header& header, std::string_view text) {
   std::string bytes(reinterpret_cast<const char*>(&header), sizeof(header));
   bytes.append(text.substr(0, kMaxText + 1));
   return bytes;
+}
+
+// Returns whether a process exists and has not ended. Its state is the letter behind
+// its name, which is in parentheses and may hold anything.
+bool IsRunning(int pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  if (!std::getline(file, line)) return false;
+  const size_t end = line.rfind(')');
+  if (end == std::string::npos || end + 2 >= line.size()) return true;
+  const char state = line[end + 2];
+  return state != 'Z' && state != 'X';
 }
 
 Bytes Copy(const std::string& text) {
@@ -89,10 +102,11 @@ void Engine::Send(int peer, Message message) {
   link_->Send(peer, Encode(header, message.layout.text), std::move(message.bytes));
 }
 
-void Engine::Connect(int peer, const std::string& address) {
+void Engine::Connect(int peer, const std::string& address, int pid) {
   {
     std::lock_guard lock(mutex_);
     if (!peers_.insert(peer).second) return;
+    if (pid) pids_[peer] = pid;
   }
   link_->Connect(peer, address);
 }
@@ -180,7 +194,10 @@ void Engine::Arrived(std::string_view bytes, Bytes payload) {
 }
 
 Clock::time_point Engine::Tick() {
-  if (Clock::now() >= next_look_) next_look_ = inbox_.Expire();
+  if (Clock::now() >= next_look_) {
+    LookAtProcesses();
+    next_look_ = inbox_.Expire();
+  }
   auto next = next_look_;
   std::list<std::pair<Clock::time_point, Message>> due;
   {
@@ -197,6 +214,20 @@ Clock::time_point Engine::Tick() {
   }
   for (auto& [time, message] : due) inbox_.Deliver(std::move(message));
   return next;
+}
+
+void Engine::LookAtProcesses() {
+  std::vector<int> ended;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto it = pids_.begin(); it != pids_.end();) {
+      const auto current = it++;
+      if (IsRunning(current->second)) continue;
+      ended.push_back(current->first);
+      pids_.erase(current);
+    }
+  }
+  for (const int peer : ended) inbox_.Lose(peer, "its process has ended");
 }
 
 void Engine::Notice(std::string text) {

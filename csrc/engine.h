@@ -44,7 +44,10 @@ class Engine {
   ~Engine();
 
   std::string Address() const { return link_->Address(); }
-  void Connect(int peer, const std::string& address);
+  // `pid` is the peer's process, which is looked at from time to time: on one host UCX
+  // takes a process that was killed for alive until its exit code is collected. 0 if it
+  // is not on this host.
+  void Connect(int peer, const std::string& address, int pid = 0);
 
   // Called by the send op of each device, with a message of its own; `peer` is the
   // group rank that gets it. Never fails: what is wrong is told by `inbox().failure`.
@@ -78,6 +81,7 @@ class Engine {
   void Arrived(std::string_view header, Bytes payload);
   Clock::time_point Tick();
   void PassOn(uint64_t generation, const Failure& failure);
+  void LookAtProcesses();
   void Notice(std::string text);
 
   const EngineConfig config_;
@@ -86,6 +90,7 @@ class Engine {
 
   std::mutex mutex_;
   std::set<int> peers_;
+  std::map<int, int> pids_;  // of peers on this host that were alive at the last look
   std::vector<std::string> notices_;
   std::map<int, std::chrono::duration<double>> delays_;
   std::list<std::pair<Clock::time_point, Message>> delayed_;

@@ -15,7 +15,6 @@ from torch_xla_pp import xla_compat
 
 Op = Literal["send", "receive", "begin", "end", "product"]
 
-TOKEN_BYTES = 16
 _OPS: tuple[Op, ...] = get_args(Op)  # as in csrc/registry.h
 _MAX_ADDRESS_BYTES = 1 << 16
 _MAX_TEXT_BYTES = 1 << 16
@@ -95,7 +94,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         ("stop_recording", i64, (ctypes.POINTER(i64), i64)),
         ("open", i64, (i32, i32, f64, text, text, text, i64)),
         ("address", i64, (i64, text, i64)),
-        ("connect", None, (i64, i32, text, i64)),
+        ("connect", None, (i64, i32, text, i64, i32)),
         ("expect", None, (i64, i32, i32, i32, i32)),
         ("report", None, (i64, u64, text)),
         ("advance", None, (i64, u64)),
@@ -139,7 +138,7 @@ class Engine:
         rank: Rank in the group.
         num_devices: Number of local devices.
         timeout_s: How long a receive waits, in seconds.
-        token: What all members of the job know, `TOKEN_BYTES` bytes.
+        token: What all members of the job know, 16 bytes.
         host: Host that the network interface must lead to; empty for any.
 
     Raises:
@@ -165,9 +164,15 @@ class Engine:
         size = self._library.xpp_address(self.id, out, len(out))
         return out.raw[:size]
 
-    def connect(self, peer: int, address: bytes) -> None:
-        """Connect to a peer; done once, returns at once."""
-        self._library.xpp_connect(self.id, peer, address, len(address))
+    def connect(self, peer: int, address: bytes, pid: int) -> None:
+        """Connect to a peer; done once, returns at once.
+
+        Args:
+            peer: Rank in the group.
+            address: What its `address` returned.
+            pid: Its process, 0 if that is not on this host.
+        """
+        self._library.xpp_connect(self.id, peer, address, len(address), pid)
 
     def expect(self, peer: int, direction: int, stage: int, origin: int) -> None:
         """Allow messages of one edge."""

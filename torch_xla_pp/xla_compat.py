@@ -376,8 +376,16 @@ def unwrapped(value: Tensor) -> Tensor:
 
 
 def run_graph(graph_hash: GraphHash, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Enqueue a compiled graph on `parameters`, which must be device data."""
+    """Enqueue a compiled graph on `parameters`, which must be device data.
+
+    The call waits for the launch of the program before, which lasts as long as that
+    program where XLA takes it for cheap, and keeps the interpreter's lock meanwhile. So
+    that other threads of Python go on, that wait is done before, without the lock: by
+    asking for values that are there.
+    """
     _in_flight().add_one()
+    if parameters:
+        _XLAC._xla_sync_multi([parameters[0]], [], False, True)
     return list(_XLAC._run_cached_graph(graph_hash, list(parameters)))
 
 

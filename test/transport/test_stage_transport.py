@@ -321,10 +321,7 @@ def test_a_killed_peer_is_named_at_once(
     assert outcomes[victim].error == "Died"
     left = outcomes[1 - victim]
     assert left.error == "TransportError"
-    assert (
-        f"1F0 (stage 1, microbatch 0, from stage 0): rank {victim} is gone: "
-        in left.message
-    )
+    assert f"rank {victim} is gone: " in left.message
 
 
 SCRIPT = """

@@ -40,6 +40,14 @@ class Wiring:
             lines.append(f"{group} is shared by stages {', '.join(map(str, stages))}")
         return "\n".join(lines)
 
+    def titles(self) -> dict[int, str]:
+        """Return the stages of each rank as a text, e.g. "stages 0, 3"."""
+        texts = {}
+        for rank in sorted(set(self.ranks)):
+            mine = [str(s) for s, r in enumerate(self.ranks) if r == rank]
+            texts[rank] = f"stage{'s' * (len(mine) > 1)} {', '.join(mine)}"
+        return texts
+
     def producers(self, stage: int) -> tuple[int, ...]:
         """Return the stages whose outputs `stage` takes."""
         return tuple(sorted({source.stage for source in self.inputs[stage].sources}))

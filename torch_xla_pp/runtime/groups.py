@@ -18,12 +18,19 @@ class Groups:
     Args:
         pipeline: The ranks of the pipeline.
         replicas: The ranks that run the stage in each replica, None if there is one.
+
+    Attributes:
+        activity: What this rank is doing, for the texts of errors.
     """
 
     def __init__(
         self, pipeline: XlaPpProcessGroup, replicas: XlaPpProcessGroup | None
     ) -> None:
         self._groups = [pipeline] if replicas is None else [pipeline, replicas]
+        for group in self._groups:
+            group.rendezvous.activity = self.activity = pipeline.rendezvous.activity
+            for other in self._groups:
+                group.rendezvous.link(other.rendezvous)
 
     def check(self) -> None:
         """Raise the error that another rank has told of, if there is one."""

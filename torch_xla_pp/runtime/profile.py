@@ -91,7 +91,7 @@ def profile_step(schedule: Any) -> Iterator[StepProfile]:
     recorder = StepRecorder([stage.shelf for stage in stages], has_marks)
     profile = StepProfile()
     with rendezvous.reporting("in profile_step"):
-        offset_ns = clock_offset_ns(rendezvous)
+        offset_ns = clock_offset_ns(group)
         with recorder.listening(), _recording(stages, recorder):
             # Nobody sends before all listen.
             rendezvous.exchange("profile", None)

@@ -74,6 +74,7 @@ from torch_xla_pp.runtime.torch_compat import (
     Schedule,
     calling_schedule,
     grad_scale,
+    guard_step,
     has_merge_spec,
     local_stages,
     loss_function,
@@ -162,6 +163,8 @@ class XlaPipelineStage(SilentStage):
         self._groups = Groups(self._pg, others)
         with self._groups.reporting():
             check_index(stage_index, num_stages)
+            activity = self._groups.activity
+            activity.stages = tuple(sorted({*activity.stages, stage_index}))
             check_device(device)
             check_remat(remat)
             self._inputs_from = StageInputs.of(stage_index, inputs_from)
@@ -297,6 +300,8 @@ class XlaPipelineStage(SilentStage):
             self._drop_leftovers()
             return
         self._schedule = schedule
+        guard_step(schedule, self._reporting)
+        self._groups.activity.begin_step(self._num_steps + 1)
         with self._groups.reporting():
             self._groups.check()
         with self._reporting():
@@ -355,6 +360,7 @@ class XlaPipelineStage(SilentStage):
             replica=self._replica,
         )
         key, wiring = handshake.agree_on_stages(self._pg.rendezvous, claim)
+        self._pg.rendezvous.name_ranks(wiring.titles())
         dump("plan.txt", wiring.__str__)
         if order is not None:
             dump("schedule.csv", order.to_csv)
@@ -680,8 +686,7 @@ class XlaPipelineStage(SilentStage):
                 stage._describe_once()
             first = stages[0]
             first._drives[self._driver()].ahead.end_step()
-            if first.has_backward and self._variant(plan).programs.has_backward:
-                first._drives[self._driver()].kinds.forget_announced()
+            self._groups.activity.end_step()
 
     def _describe_once(self) -> None:
         """Write down what each kind of step costs, when the first one is done."""
@@ -730,6 +735,7 @@ class XlaPipelineStage(SilentStage):
         action = Action(stage=self.stage_index, kind=kind, microbatch=microbatch)
         with (
             self._reporting(),
+            self._groups.activity.within(f"{action}, microbatch {microbatch}"),
             shown_as(f"PP:{action}"),
             recorded(self._recorder, action) as marks,
         ):

@@ -2,16 +2,14 @@
 
 The shapes of the batch, the training mode and autocast may change from step to step,
 and each such *kind* has programs of its own. Only the rank of the first stage sees the
-batch; it numbers the kinds and announces the number of every step. That costs it one
-write to the job's store, and the others one read, for which they wait while the first
-stage has not begun: a time in which they would have nothing to compute on.
+batch; it numbers the kinds and announces the number of every step to all ranks, which
+wait for it while the first stage has not begun: a time in which they would have nothing
+to compute on.
 """
 
 from typing import Any
 
-from torch_xla_pp.transport import Rendezvous, StoreLost
-
-_NAP_S = 0.002
+from torch_xla_pp.transport import Rendezvous
 
 
 class StepKinds:
@@ -31,8 +29,6 @@ class StepKinds:
         self._generation = rendezvous.generation
         self._step = 0
         self._current: int | None = None
-        self._last: int | None = None
-        self._announced: list[str] = []
 
     def begin_step(self) -> None:
         """Count a step; every rank must call it once a step.
@@ -55,39 +51,21 @@ class StepKinds:
         if kind not in self._known:
             self._known.append(kind)
         self._current = self._known.index(kind)
-        if self._rendezvous.size > 1:
-            self._rendezvous.publish(self._name, self._current)
-            self._announced.append(self._name)
+        self._rendezvous.announce(self._name, self._current)
         return self._current
 
     def current(self) -> int:
         """Return the number of this step's kind, waiting for the first stage's rank.
 
-        If that rank has left together with the store, its last steps are taken to
-        have been of one kind; a message of another one would be refused.
-
         Raises:
             TransportTimeout: The first stage did not begin the step.
+            TransportError: Its rank is gone.
             Exception: A peer has reported a failure.
         """
         if self._current is None:
-            try:
-                number = self._rendezvous.read(
-                    self._name, self._first_rank, longest_nap_s=_NAP_S
-                )
-                self._current = int(number)
-            except StoreLost:
-                if self._last is None:
-                    raise
-                self._current = self._last
-            self._last = self._current
+            self._current = int(self._rendezvous.take(self._name, self._first_rank))
         return self._current
-
-    def forget_announced(self) -> None:
-        """Drop what all ranks have read: called when a backward came back from them."""
-        while self._announced:
-            self._rendezvous.retract(self._announced.pop())
 
     @property
     def _name(self) -> str:
-        return f"step/{self.key}/{self._generation}/{self._step}"
+        return f"kind of step {self._step}/{self.key}"

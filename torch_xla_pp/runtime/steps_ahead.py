@@ -60,6 +60,6 @@ class StepsAhead:
     def end_step(self) -> None:
         """Tell the sources; called when all that this rank takes has arrived."""
         for rank in self._sources:
-            self._group.wire.send(rank, self._key, None, ())
+            self._group.wire.tell(rank, self._key)
         wire = self._group.wire
         self._ends.append([wire.expect(rank, self._key) for rank in self._takers])

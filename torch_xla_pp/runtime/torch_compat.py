@@ -4,6 +4,7 @@ And of torch's profiler.
 """
 
 import contextlib
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,7 @@ __all__ = [
     "compute_loss",
     "end_microbatches",
     "grad_scale",
+    "guard_step",
     "has_merge_spec",
     "has_backward",
     "is_profiling",
@@ -77,6 +79,32 @@ def calling_schedule() -> Schedule | None:
             return owner
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def guard_step(
+    schedule: Schedule, guard: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> None:
+    """Run `step` and `eval` of `schedule` inside of `guard()` from now on.
+
+    So that what is raised outside of a stage's methods, such as by the splitting of a
+    batch, is noticed, too. A stage knows its schedule only once the first step has
+    begun; of that one the splitting is still to come.
+    """
+    for name in ("step", "_split_inputs"):
+        if name not in vars(schedule):
+            setattr(schedule, name, _guarded(getattr(schedule, name), guard))
+
+
+def _guarded(
+    function: Callable[..., Any],
+    guard: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        with guard():
+            return function(*args, **kwargs)
+
+    return guarded
 
 
 def is_profiling() -> bool:

@@ -15,7 +15,7 @@ from torch_xla_pp.transport.process_group import (
     register_backend,
 )
 from torch_xla_pp.transport.recording import Event, Record
-from torch_xla_pp.transport.rendezvous import Rendezvous, StoreLost
+from torch_xla_pp.transport.rendezvous import Rendezvous
 from torch_xla_pp.transport.stage_transport import (
     Direction,
     Message,
@@ -32,7 +32,6 @@ __all__ = [
     "Rendezvous",
     "ShardLayout",
     "StageTransport",
-    "StoreLost",
     "Ticket",
     "XlaPpProcessGroup",
     "clock_offset_ns",

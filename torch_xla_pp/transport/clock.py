@@ -2,12 +2,14 @@
 
 import time
 
-from torch_xla_pp.transport.rendezvous import Rendezvous
+from torch_xla_pp.transport.inbox import Key
+from torch_xla_pp.transport.process_group import XlaPpProcessGroup
 
 _NUM_ROUNDS = 8
+_KEY: Key = ("clock",)
 
 
-def clock_offset_ns(rendezvous: Rendezvous) -> int:
+def clock_offset_ns(group: XlaPpProcessGroup) -> int:
     """Return what to add to `time.monotonic_ns` of this rank to get that of rank 0.
 
     Asks rank 0 for its time, several times, and believes the answer that came fastest:
@@ -17,37 +19,27 @@ def clock_offset_ns(rendezvous: Rendezvous) -> int:
 
     Source: D. Mills, RFC 5905 (Network Time Protocol), section 10.
     """
-    # Now everybody has dropped what a call before this one left.
-    rendezvous.exchange("clock", None)
-    # Names of a failed generation may still lie in the store.
-    prefix = f"clock/{rendezvous.generation}"
     offset_ns = 0
-    for peer in range(1, rendezvous.size):
-        if rendezvous.rank == 0:
-            _answer(rendezvous, f"{prefix}/{peer}", peer)
-        elif rendezvous.rank == peer:
-            offset_ns = _ask(rendezvous, f"{prefix}/{peer}")
-    # Now everybody has read everything.
-    rendezvous.exchange("clock", None)
-    asked = range(1, rendezvous.size) if rendezvous.rank == 0 else [rendezvous.rank]
-    for peer in asked:
-        for number in range(_NUM_ROUNDS):
-            rendezvous.retract(f"{prefix}/{peer}/{number}")
+    for peer in range(1, group.size()):
+        if group.rank() == 0:
+            _answer(group, peer)
+        elif group.rank() == peer:
+            offset_ns = _ask(group)
     return offset_ns
 
 
-def _answer(rendezvous: Rendezvous, name: str, peer: int) -> None:
-    for number in range(_NUM_ROUNDS):
-        rendezvous.read(f"{name}/{number}", peer, longest_nap_s=0.0)
-        rendezvous.publish(f"{name}/{number}", time.monotonic_ns())
+def _answer(group: XlaPpProcessGroup, peer: int) -> None:
+    for _ in range(_NUM_ROUNDS):
+        group.wire.receive(group.wire.expect(peer, _KEY))
+        group.wire.send(peer, _KEY, time.monotonic_ns(), ())
 
 
-def _ask(rendezvous: Rendezvous, name: str) -> int:
+def _ask(group: XlaPpProcessGroup) -> int:
     answers = []
-    for number in range(_NUM_ROUNDS):
+    for _ in range(_NUM_ROUNDS):
         asked_ns = time.monotonic_ns()
-        rendezvous.publish(f"{name}/{number}", None)
-        theirs_ns = rendezvous.read(f"{name}/{number}", 0, longest_nap_s=0.0)
+        group.wire.send(0, _KEY, None, ())
+        theirs_ns = group.wire.receive(group.wire.expect(0, _KEY)).header
         passed_ns = time.monotonic_ns() - asked_ns
         answers.append((passed_ns, theirs_ns - asked_ns - passed_ns // 2))
     passed_ns, offset_ns = min(answers)

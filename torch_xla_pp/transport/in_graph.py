@@ -26,8 +26,11 @@ Laws:
 
 import hashlib
 import logging
+import os
+import secrets
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -160,6 +163,16 @@ def _target(kind: str, route: Tensor, layouts: Sequence[ShardLayout]) -> str:
     return f"torch_xla_pp.{kind}({text})"
 
 
+def _host_id() -> str:
+    """Return a text that is equal for processes that know each other's numbers."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError as error:
+        _logger.debug("processes of peers cannot be looked at: %s", error)
+        return secrets.token_hex()
+
+
 class InGraphTransport:
     """Send and receive the values of stages from inside the XLA programs.
 
@@ -183,7 +196,9 @@ class InGraphTransport:
             token,
             env.master_host(),
         )
-        rendezvous.publish("address", self.engine.address())
+        self._host = _host_id()
+        place = (self.engine.address(), self._host, os.getpid())
+        rendezvous.publish("address", place)
         rendezvous.join(self)
         self._connected: set[int] = {rendezvous.rank}
         self._generation = rendezvous.generation
@@ -362,7 +377,8 @@ class InGraphTransport:
     def _connect(self, peer: int) -> None:
         if peer in self._connected:
             return
-        self.engine.connect(peer, self._rendezvous.read("address", peer))
+        address, host, pid = self._rendezvous.read("address", peer)
+        self.engine.connect(peer, address, pid if host == self._host else 0)
         self._connected.add(peer)
 
     def close(self) -> None:

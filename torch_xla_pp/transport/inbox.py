@@ -32,7 +32,7 @@ class Ticket(NamedTuple):
 class Inbox:
     """Keep parcels of one generation and later ones until they are taken.
 
-    Thread safe: one thread per peer delivers, any thread takes.
+    Thread safe: one thread delivers, any thread takes.
     """
 
     def __init__(self) -> None:

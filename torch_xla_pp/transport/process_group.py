@@ -19,10 +19,11 @@ processes and refuses SPMD.
 
 import functools
 import logging
-import secrets
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -32,7 +33,7 @@ from torch.distributed import ReduceOp
 
 from torch_xla_pp import env, xla_compat
 from torch_xla_pp.errors import TransportError
-from torch_xla_pp.native import TOKEN_BYTES, Unavailable
+from torch_xla_pp.native import Unavailable
 from torch_xla_pp.transport.c10d import (
     AllgatherOptions,
     AllreduceOptions,
@@ -57,6 +58,7 @@ from torch_xla_pp.transport.shards import (
     to_bytes,
     unpack,
 )
+from torch_xla_pp.transport.sockets import Sockets
 from torch_xla_pp.transport.stage_transport import Message, StageTransport
 from torch_xla_pp.transport.wire import Wire
 from torch_xla_pp.transport.work import DoneWork, ReceiveWork
@@ -64,7 +66,6 @@ from torch_xla_pp.transport.work import DoneWork, ReceiveWork
 BACKEND = "xla_pp"
 _COLLECTIVE = ("collective",)
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
-_TOKEN = "token"
 
 _logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         # Not with the store: torch refuses that for Python subclasses.
         super().__init__(rank, size)  # type: ignore[call-arg]
-        gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout)
+        gloo = _make_gloo(PrefixStore("gloo/", store), rank, size, timeout)
         kind = dist.ProcessGroup.BackendType.GLOO
         for device in ("cpu", "xla"):
             self._register_backend(torch.device(device), kind, gloo)
@@ -93,13 +94,14 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         self._gloo = cast(dist.ProcessGroup, gloo)
         self._set_default_backend(kind)
         job_rank = dist.get_rank() if dist.is_initialized() else rank
-        self.rendezvous = Rendezvous(store, rank, size, env.timeout_s(), job_rank)
-        self.wire = Wire(store, self.rendezvous)
+        self._sockets = Sockets(store, rank, size)
+        self.rendezvous = Rendezvous(self._sockets, env.timeout_s(), job_rank)
+        self.wire = Wire(self._sockets, self.rendezvous)
+        self._sockets.open()
         self._closings: list[Callable[[], None]] = [self.wire.close]
         self._close = weakref.finalize(self, _close_all, self._closings)
-        if rank == 0:
-            self.rendezvous.publish(_TOKEN, secrets.token_bytes(TOKEN_BYTES))
         self.mailbox: dict[Message, dict[int, Tensor]] = {}
+        _groups().add(self)
 
     @functools.cached_property
     def transport(self) -> StageTransport:
@@ -112,9 +114,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         if env.transport() == "host":
             return host
         try:
-            in_graph = InGraphTransport(
-                self.rendezvous, self.rendezvous.read(_TOKEN, 0)
-            )
+            in_graph = InGraphTransport(self.rendezvous, self._sockets.token)
         except Unavailable as reason:
             if env.transport() == "in_graph":
                 raise TransportError(
@@ -242,8 +242,9 @@ class XlaPpProcessGroup(dist.ProcessGroup):
     def barrier(  # type: ignore[override]
         self, opts: BarrierOptions | None = None
     ) -> dist.Work:
-        """Wait for all ranks."""
-        return self._gloo.barrier(opts or BarrierOptions())
+        """Wait for all ranks, but not for one that is gone or has failed."""
+        self.rendezvous.exchange("barrier", None)
+        return DoneWork()
 
     def allreduce_coalesced(self, *args: Any) -> dist.Work:
         """Combine several CPU tensors of all ranks, in place."""
@@ -281,6 +282,38 @@ class XlaPpProcessGroup(dist.ProcessGroup):
 
     def _peers(self) -> list[int]:
         return [rank for rank in range(self.size()) if rank != self.rank()]
+
+
+def _make_gloo(
+    store: Store, rank: int, size: int, timeout: timedelta
+) -> ProcessGroupGloo:
+    """Return what carries CPU tensors; it connects pairs of ranks that talk alone."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_default_device(lazy_init=True)]
+    options._timeout = timeout
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+@functools.cache
+def _groups() -> "weakref.WeakSet[XlaPpProcessGroup]":
+    """Return the groups of this process; its peers are told how it ends.
+
+    An exception that nobody catches is reported in all of them, wherever it was raised.
+    """
+    found: weakref.WeakSet[XlaPpProcessGroup] = weakref.WeakSet()
+    before = sys.excepthook
+
+    def report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        activities = [str(group.rendezvous.activity) for group in found]
+        context = next(filter(None, activities), "")
+        for group in found:
+            group.rendezvous.report(error, context)
+        before(kind, error, trace)
+
+    sys.excepthook = report
+    return found
 
 
 def _close_all(closings: list[Callable[[], None]]) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other aside from tensors, over c10d's store.
+"""What the ranks of a group tell each other aside from tensors.
 
 Terms: a *report* says that a rank has failed. A *generation* is the time between two
 failures of the job; its number is the number of failures that a rank has seen. Every
@@ -6,127 +6,156 @@ rank leaves a generation in the same way, by raising once: its own error or the 
 one reported. What belongs to an older generation (rounds, messages) is void, hence a
 step after a failed one never meets leftovers of it.
 
-A report goes to the store and through every *channel* that has joined: the store ends
-with its process, perhaps before a peer has looked, and asking it takes a round trip.
+Everything is told to all ranks: along the tree of `Sockets`, each rank passing on what
+it hears. So nobody asks, and a rank that waits is woken by what it waits for or by
+what keeps it from coming. A rank whose connection ends without a farewell is *lost*:
+that is a failure of all, now and in every later generation. One that has *left* is a
+failure only for those that need something of it.
 
-Not for large or frequent data: every call is a round trip to the store.
+Not for large or frequent data: all ranks get it.
 """
 
 import builtins
-import logging
 import pickle
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
 
 from torch_xla_pp import errors
 from torch_xla_pp.errors import PipelineError, TransportError, TransportTimeout
-from torch_xla_pp.transport.c10d import PrefixStore, Store
+from torch_xla_pp.transport.activity import Activity
+from torch_xla_pp.transport.sockets import Sockets
 
 POLL_S = 0.2
-_FIRST_NAP_S = 0.001
-_LONGEST_NAP_S = 0.05
+_GRACE_S = 0.3  # messages may come later than the word that their sender has left
 _REPORT = "xla_pp_report"
 _SHARED_BUILTINS = ("ValueError", "TypeError", "RuntimeError")
 
-_logger = logging.getLogger(__name__)
-
 
 class Channel(Protocol):
-    """Tell peers of failures in another way than by the store; never wait for them."""
+    """Be told of failures, from any thread; never wait."""
 
     def report(self, generation: int, report: str) -> None:
-        """Give the peers the report that ends a generation."""
+        """Take the report that ends a generation, of this rank or of a peer."""
 
     def end(self, generation: int) -> None:
         """Forget a generation that this rank has left."""
 
 
-class StoreLost(TransportError):
-    """Report that the process with the job's store has ended."""
+class _Entry(NamedTuple):
+    """Name a value: what, of whom, and in which generation, None for any."""
+
+    name: str
+    rank: int
+    generation: int | None
+
+
+class _Fate(NamedTuple):
+    """Say why a rank is gone, and since when that is known here."""
+
+    reason: str
+    since_s: float
 
 
 class Rendezvous:
     """Let the ranks of a group agree on values and learn of each other's errors.
 
     Args:
-        store: The store of the group; keys of other groups must have other prefixes.
-        rank: Rank of this process in the group.
-        size: Number of ranks in the group.
+        sockets: The connections of the group.
         timeout_s: How long to wait for a peer, in seconds, where a call gives no
             other limit.
         job_rank: Rank of this process in the job, by which peers are told of its
-            errors; None if that is `rank`.
+            errors; None if that is the rank in the group.
+
+    Attributes:
+        activity: What this rank is doing, for those who are told of an error.
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        timeout_s: float,
-        job_rank: int | None = None,
+        self, sockets: Sockets, timeout_s: float, job_rank: int | None = None
     ) -> None:
-        self.rank = rank
-        self.size = size
+        self.rank, self.size = sockets.rank, sockets.size
         self.timeout_s = timeout_s
-        self._job_rank = rank if job_rank is None else job_rank
-        self._store = PrefixStore("rendezvous/", store)
+        self.activity = Activity()
+        self._job_rank = self.rank if job_rank is None else job_rank
+        self._sockets = sockets
+        self._changed = threading.Condition()
+        self._values: dict[_Entry, bytes] = {}
+        self._fates: dict[int, _Fate] = {}
+        self._lost: str | None = None
+        self._titles: dict[int, str] = {}
         self._generation = 0
         self._rounds: Counter[str] = Counter()
         self._relayed: BaseException | None = None
-        self._channels: list[Channel] = []
         self._told: dict[int, str] = {}
+        self._last = ""
+        self._channels: list[Channel] = []
+        self._others: list[Rendezvous] = []
+        sockets.on("control", self._hear)
+        sockets.on_gone(self._lose)
 
     def join(self, channel: Channel) -> None:
-        """Send the reports of this rank through `channel`, too.
+        """Pass the reports that this rank makes or hears on to `channel`, too.
 
         A report is a text of at least four lines: the rank, the type of its error, the
         context, and the error's text.
         """
         self._channels.append(channel)
 
-    def tell(self, generation: int, report: str) -> None:
-        """Take a peer's report from a channel; any thread may call.
+    def link(self, other: "Rendezvous") -> None:
+        """Pass failures in this group on to another one of this rank."""
+        if other is not self and other not in self._others:
+            self._others.append(other)
 
-        Of several for one generation the first counts.
-        """
-        if generation >= self._generation:
-            self._told.setdefault(generation, report)
+    def name_ranks(self, titles: Mapping[int, str]) -> None:
+        """Say what is on each rank, for the texts of errors."""
+        self._titles = dict(titles)
 
     @property
     def generation(self) -> int:
         """Return how many failures of the job this rank has seen."""
         return self._generation
 
+    # Values.
+
     def publish(self, name: str, value: Any) -> None:
         """Give `value`, which must pickle, to every rank that reads `name`."""
-        self._set(f"value/{name}/{self.rank}", value)
+        entry = _Entry(name, self.rank, None)
+        self._keep(entry, pickle.dumps(value))
+        self._flood("value", *entry, pickle.dumps(value))
 
-    def read(
-        self,
-        name: str,
-        from_rank: int,
-        timeout_s: float | None = None,
-        longest_nap_s: float = _LONGEST_NAP_S,
-    ) -> Any:
+    def announce(self, name: str, value: Any) -> None:
+        """Give `value` to every other rank that takes `name` in this generation."""
+        entry = _Entry(name, self.rank, self._generation)
+        self._flood("value", *entry, pickle.dumps(value))
+
+    def read(self, name: str, from_rank: int, timeout_s: float | None = None) -> Any:
         """Wait for what `from_rank` publishes as `name`, and return it.
-
-        Looks ever less often, but at least every `longest_nap_s` seconds.
 
         Raises:
             TransportTimeout: It was not published within `timeout_s` seconds.
+            TransportError: That rank is gone.
             Exception: A peer has reported a failure, see `check`.
         """
-        key = f"value/{name}/{from_rank}"
-        return self._await(key, name, from_rank, timeout_s, longest_nap_s)
+        entry = _Entry(name, from_rank, None)
+        self._await([entry], name, timeout_s)
+        return pickle.loads(self._values[entry])
 
-    def retract(self, name: str) -> None:
-        """Drop what this rank has published as `name`; nobody may still read it."""
-        with self._asking():
-            self._store.delete_key(f"value/{name}/{self.rank}")
+    def take(self, name: str, from_rank: int, timeout_s: float | None = None) -> Any:
+        """Wait for what `from_rank` announces as `name`, and return it, once.
+
+        Raises:
+            Exception: As by `read`.
+        """
+        entry = _Entry(name, from_rank, self._generation)
+        self._await([entry], name, timeout_s)
+        with self._changed:
+            return pickle.loads(self._values.pop(entry))
 
     def exchange(
         self, name: str, value: Any, timeout_s: float | None = None
@@ -137,19 +166,76 @@ class Rendezvous:
 
         Raises:
             TransportTimeout: A rank did not call within `timeout_s` seconds.
+            TransportError: A rank is gone.
             Exception: A peer has reported a failure, see `check`.
         """
         number = self._rounds[name]
         self._rounds[name] += 1
-        self._set(self._round_key(name, number, self.rank), value)
-        values = [
-            self._await(self._round_key(name, number, rank), name, rank, timeout_s)
-            for rank in range(self.size)
-        ]
-        # All ranks are in this round, so nobody still reads the one before.
-        if number:
-            self._store.delete_key(self._round_key(name, number - 1, self.rank))
-        return values
+        own = _Entry(f"{name}/{number}", self.rank, self._generation)
+        data = pickle.dumps(value)
+        self._flood("value", *own, data)
+        entries = [own._replace(rank=rank) for rank in range(self.size)]
+        self._keep(own, data)
+        self._await(entries, name, timeout_s)
+        with self._changed:
+            return [pickle.loads(self._values.pop(entry)) for entry in entries]
+
+    def _await(
+        self, entries: Collection[_Entry], name: str, timeout_s: float | None
+    ) -> None:
+        """Wait for values."""
+
+        def missing() -> list[int]:
+            return [entry.rank for entry in entries if entry not in self._values]
+
+        def is_there(limit_s: float) -> bool:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: (
+                        not missing() or not self.calm() or self._gone_of(missing())
+                    ),
+                    limit_s,
+                )
+                return not missing()
+
+        self.wait_until(
+            is_there,
+            timeout_s,
+            lambda: f"{self.titles(missing())}: {name!r}",
+            missing,
+        )
+
+    def _keep(self, entry: _Entry, data: bytes) -> None:
+        with self._changed:
+            if entry.generation is None or entry.generation >= self._generation:
+                self._values[entry] = data
+                self._changed.notify_all()
+
+    # Failures.
+
+    def tell(self, generation: int, report: str) -> None:
+        """Take the report of a failure; any thread may call.
+
+        Of several for one generation the first counts.
+        """
+        with self._changed:
+            if generation < self._generation or generation in self._told:
+                return
+            self._told[generation] = report
+            self._changed.notify_all()
+        for channel in self._channels:
+            channel.report(generation, report)
+        for other in self._others:
+            other.pass_on(report)
+
+    def pass_on(self, report: str) -> None:
+        """Tell this group of a failure that another group was told of."""
+        generation = self._generation
+        if report == self._last or generation in self._told:
+            return
+        self._last = report
+        self._flood("report", generation, report)
+        self.tell(generation, report)
 
     def report(self, error: BaseException, context: str = "") -> None:
         """Tell all ranks that this one fails with `error`.
@@ -160,22 +246,23 @@ class Rendezvous:
 
         Args:
             error: What this rank is about to raise.
-            context: What the rank was doing, appended to the text of the peers.
+            context: What the rank was doing, appended to the text of the peers; by
+                default its activity.
         """
         if self._is_relayed(error):
             return
         text = str(error) or type(error).__name__
-        context = context.replace("\n", " ")
+        context = (context or str(self.activity)).replace("\n", " ")
         own = f"{self._job_rank}\n{_shared_type_name(error)}\n{context}\n{text}"
         report = _reported(error) or own
+        self._last = report
+        self._flood("report", self._generation, report)
         for channel in self._channels:
             channel.report(self._generation, report)
-        try:
-            self._store.compare_set(self._report_key(), "", report)
-        except RuntimeError as lost:
-            _logger.warning("the store was not told of %r: %s", error, lost)
         self._relayed = error
         self._advance()
+        if context and report == own:
+            _note(error, f"On rank {self._job_rank}: {context}.")
 
     @contextmanager
     def reporting(self, context: str = "") -> Iterator[None]:
@@ -187,45 +274,47 @@ class Rendezvous:
             raise
 
     def calm(self) -> bool:
-        """Return whether no failure waits to be raised; one call of the store.
-
-        A store that is gone counts as calm: its rank may have done its part and left.
-        Whoever still needs something of that rank finds out by missing it.
-        """
-        if self._generation in self._told:
-            return False
-        try:
-            return not self._has(self._report_key())
-        except StoreLost as lost:
-            _logger.debug("%s", lost)
-            return True
+        """Return whether no failure waits to be raised."""
+        return self._generation not in self._told
 
     def check(self) -> None:
-        """Raise if any rank has reported a failure, once for each failure.
+        """Raise if any rank has reported a failure or is lost; once for each failure.
 
         Raises:
             Exception: The peer's own type of error where that is ValueError,
                 TypeError, RuntimeError or one of `torch_xla_pp.errors` (or a subclass
                 of one, as that one), else PipelineError.
         """
-        if self.calm():
-            return
         report = self._told.get(self._generation)
         if report is None:
-            report = self._store.get(self._report_key()).decode()
+            return
         rank, kind, context, text = report.split("\n", 3)
+        self._last = report
         self._advance()
         where = f": {context}" if context else ""
-        error = _shared_type(kind)(f"{text} (raised on rank {rank}){where}")
+        origin = f" (raised on rank {rank})" if rank else ""
+        error = _shared_type(kind)(f"{text}{origin}{where}")
+        here = str(self.activity)
+        _note(error, f"Seen on rank {self._job_rank}: {here}." if here else "")
         vars(error)[_REPORT] = report
         self._relayed = error
         raise error
+
+    def check_there(self, ranks: Collection[int]) -> None:
+        """Raise if one of some ranks is gone.
+
+        Raises:
+            TransportError: Names it.
+        """
+        for rank in self._gone_of(ranks):
+            raise TransportError(self._gone_text(rank))
 
     def wait_until(
         self,
         is_ready: Callable[[float], bool],
         timeout_s: float | None,
         missing: Callable[[], str],
+        needed: Callable[[], Collection[int]] = tuple,
     ) -> None:
         """Wait for `is_ready`, raising as soon as a peer reports a failure.
 
@@ -233,15 +322,22 @@ class Rendezvous:
             is_ready: Gets the number of seconds that it may wait, at most `POLL_S`.
             timeout_s: The limit, by default that of the rendezvous.
             missing: Returns the text to put before the hint when time is up.
+            needed: Returns the ranks that must be there.
 
         Raises:
             TransportTimeout: The limit has passed.
+            TransportError: A rank that is needed is gone.
             Exception: A peer has reported a failure, see `check`.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         start_s = time.monotonic()
         while not is_ready(min(POLL_S, max(0.0, start_s + limit_s - time.monotonic()))):
-            self.check()
+            try:
+                self.check()
+                self.check_there(needed())
+            except Exception as error:
+                _note(error, f"Rank {self.rank} was waiting for {missing()}.")
+                raise
             if time.monotonic() - start_s >= limit_s:
                 raise TransportTimeout(
                     f"rank {self.rank} waited {limit_s:g} s for {missing()}. See "
@@ -249,64 +345,79 @@ class Rendezvous:
                     f"more seconds."
                 )
 
-    def _set(self, key: str, value: Any) -> None:
-        with self._asking():
-            self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]
+    def title(self, rank: int) -> str:
+        """Return e.g. "rank 1 (stage 1)"."""
+        title = self._titles.get(rank)
+        return f"rank {rank}" + (f" ({title})" if title else "")
 
-    def _has(self, key: str) -> bool:
-        with self._asking():
-            return self._store.check([key])
+    def titles(self, ranks: Collection[int]) -> str:
+        """Return the titles of ranks, the first few of many."""
+        few = [self.title(rank) for rank in list(ranks)[:8]]
+        return ", ".join([*few, *["and others"] * (len(ranks) > len(few))])
 
-    @contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Raise what ended the job, or else StoreLost, when the store is gone."""
-        try:
-            yield
-        except RuntimeError as lost:
-            if self._generation in self._told:
-                self.check()
-            raise StoreLost(
-                f"rank {self.rank}: the store of the job is gone: {lost}. It lives in "
-                f"torchrun or in rank 0: look there for the first error."
-            ) from lost
+    # Of the thread of the connections.
 
-    def _await(
-        self,
-        key: str,
-        name: str,
-        from_rank: int,
-        timeout_s: float | None,
-        longest_nap_s: float = _LONGEST_NAP_S,
-    ) -> Any:
-        nap_s = min(_FIRST_NAP_S, longest_nap_s)
+    def _hear(self, peer: int, content: Any, parts: list[Tensor]) -> None:
+        """Take what a neighbour tells, and pass it on."""
+        self._flood(*content, except_for=peer)
+        what, *fields = content
+        if what == "value":
+            self._keep(_Entry(*fields[:3]), fields[3])
+        elif what == "report":
+            self.tell(*fields)
+        else:
+            self._take_fate(*fields)
 
-        # The store's own wait() logs a warning at each time-out, so look and nap.
-        def is_there(limit_s: float) -> bool:
-            nonlocal nap_s
-            end_s = time.monotonic() + limit_s
-            while not self._has(key):
-                if time.monotonic() >= end_s:
-                    return False
-                time.sleep(nap_s)
-                nap_s = min(2 * nap_s, longest_nap_s)
-            return True
+    def _lose(self, rank: int, reason: str, is_lost: bool) -> None:
+        """Tell the others that the connection to a rank has ended."""
+        self._flood("gone", rank, reason, is_lost)
+        self._take_fate(rank, reason, is_lost)
 
-        self.wait_until(is_there, timeout_s, lambda: f"rank {from_rank}: {name!r}")
-        with self._asking():
-            return pickle.loads(self._store.get(key))
+    def _take_fate(self, rank: int, reason: str, is_lost: bool) -> None:
+        with self._changed:
+            if rank in self._fates:
+                return
+            self._fates[rank] = _Fate(reason, time.monotonic())
+            self._changed.notify_all()
+        if is_lost:
+            text = self._gone_text(rank)
+            self._lost = self._lost or f"\n{TransportError.__name__}\n\n{text}"
+            self.tell(self._generation, self._lost)
 
-    def _round_key(self, name: str, number: int, rank: int) -> str:
-        return f"round/{self._generation}/{name}/{number}/{rank}"
+    def _flood(self, *content: Any, except_for: int | None = None) -> None:
+        for neighbour in self._sockets.neighbours:
+            if neighbour != except_for and self._sockets.fate(neighbour) is None:
+                self._sockets.send_if_there(neighbour, "control", content)
 
-    def _report_key(self) -> str:
-        return f"report/{self._generation}"
+    # Helpers.
+
+    def _gone_of(self, ranks: Collection[int]) -> list[int]:
+        """Return those of some ranks that are gone, once word of it has gone round."""
+        now_s = time.monotonic()
+        found = [(rank, self._fates.get(rank)) for rank in ranks]
+        return [
+            rank for rank, fate in found if fate and now_s >= fate.since_s + _GRACE_S
+        ]
+
+    def _gone_text(self, rank: int) -> str:
+        reason = self._fates[rank].reason
+        return (
+            f"{self.title(rank)} is gone: {reason}. Look for the first error of rank "
+            f"{rank}."
+        )
 
     def _advance(self) -> None:
+        with self._changed:
+            ended = self._generation
+            self._told.pop(ended, None)
+            self._generation += 1
+            if self._lost is not None:
+                self._told[self._generation] = self._lost
+            for entry in [e for e in self._values if e.generation == ended]:
+                del self._values[entry]
+            self._rounds.clear()
         for channel in self._channels:
-            channel.end(self._generation)
-        self._told.pop(self._generation, None)
-        self._generation += 1
-        self._rounds.clear()
+            channel.end(ended)
 
     def _is_relayed(self, error: BaseException | None) -> bool:
         if error is None or self._relayed is None:
@@ -314,6 +425,12 @@ class Rendezvous:
         return error is self._relayed or self._is_relayed(
             error.__cause__ or error.__context__
         )
+
+
+def _note(error: BaseException, text: str) -> None:
+    """Add a note to an error, once."""
+    if text and text not in getattr(error, "__notes__", ()):
+        error.add_note(text)
 
 
 def _reported(error: BaseException | None) -> str | None:
