@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
+from torch.overrides import TorchFunctionMode
 
 from torch_xla_pp import xla_compat
 
@@ -168,26 +169,52 @@ def _vdot(left: Tensor, right: Tensor) -> Any:
 
 def _as_strided(
     x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
-) -> Any:
+) -> Tensor:
     """Read a value as it would lie in memory, which XLA's values do not."""
+    stored, _ = _memory(x)
+    if not offset and tuple(size) == tuple(x.shape):
+        kept = [dim for dim, count in enumerate(size) if count > 1]
+        if all(stride[dim] == x.stride(dim) for dim in kept):
+            return x.clone()
+    places = _places(x, size, stride, offset)
+    return stored.reshape(-1).index_select(0, places).view(tuple(size))
+
+
+def _as_strided_scatter(
+    x: Tensor,
+    new: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int | None = None,
+) -> Tensor:
+    stored, order = _memory(x)
+    places = _places(x, size, stride, offset)
+    written = stored.reshape(-1).index_copy(0, places, new.reshape(-1))
+    back = [order.index(dim) for dim in range(x.dim())]
+    return written.view(stored.shape).permute(back)
+
+
+def _memory(x: Tensor) -> tuple[Tensor, list[int]]:
+    """Return a value with its dimensions in the order of memory, and that order."""
     order = sorted(range(x.dim()), key=x.stride, reverse=True)
     stored = x.permute(order)
-    start = int(x.storage_offset() if offset is None else offset)
-    if not stored.is_contiguous() or x.storage_offset() != 0:
-        raise NotImplementedError(
-            "as_strided: expected a value that fills its memory, got one of shape "
-            f"{list(x.shape)} and strides {list(x.stride())}"
-        )
-    kept = [d for d, n in enumerate(size) if n > 1]
-    if start == 0 and tuple(size) == tuple(x.shape):
-        if all(stride[d] == x.stride(d) for d in kept):
-            return x.clone()
-    places = torch.full((), start, dtype=torch.int64, device=x.device)
-    for dim in range(len(size)):
-        along = torch.arange(size[dim], device=x.device) * stride[dim]
-        places = places + along.view(-1, *[1] * (len(size) - dim - 1))
-    flat = places.expand(tuple(size)).reshape(-1)
-    return stored.reshape(-1).index_select(0, flat).view(tuple(size))
+    if stored.is_contiguous() and x.storage_offset() == 0:
+        return stored, order
+    raise NotImplementedError(
+        "aten.as_strided: expected a value that fills its memory, got one of shape "
+        f"{list(x.shape)} and strides {list(x.stride())}"
+    )
+
+
+def _places(
+    x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None
+) -> Tensor:
+    """Return the places in memory of a strided view, of one dimension."""
+    places = torch.full((1,), int(offset or 0), dtype=torch.int64, device=x.device)
+    for count, step in zip(size, stride, strict=True):
+        along = torch.arange(count, device=x.device) * step
+        places = (places.unsqueeze(1) + along).reshape(-1)
+    return places
 
 
 def _adaptive_avg_pool(x: Tensor, size: Sequence[int]) -> Tensor:
@@ -209,6 +236,25 @@ def _averages(x: Tensor, dim: int, count: int) -> Tensor:
     ends = [(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
     means = [x.narrow(dim, a, b - a).mean(dim, keepdim=True) for a, b in ends]
     return torch.cat(means, dim)
+
+
+class _Hinges(TorchFunctionMode):
+    """Put `relu`, of gradient 0 at 0, in place of `clamp_min(0)`."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is Tensor.clamp_min and args[1] == 0:
+            return args[0].relu()
+        return function(*args, **(kwargs or {}))
+
+
+def _hinged(function: Callable[..., Any]) -> Callable[..., Any]:
+    def with_hinges(*args: Any, **kwargs: Any) -> Any:
+        with _Hinges():
+            return function(*args, **kwargs)
+
+    return with_hinges
 
 
 def _of_torch(reason: str, operations: Iterable[Any]) -> dict[Any, Decomposition]:
@@ -315,7 +361,11 @@ DECOMPOSITIONS: Mapping[Any, Decomposition] = {
         ],
     ),
     **_own(
-        "torch_xla's values have no strides", {_aten.as_strided.default: _as_strided}
+        "torch_xla's values have no strides",
+        {
+            _aten.as_strided.default: _as_strided,
+            _aten.as_strided_scatter.default: _as_strided_scatter,
+        },
     ),
     **_of_torch("torch_xla makes constants on the host", [_aten.unsafe_split.Tensor]),
 }
@@ -327,6 +377,18 @@ IN_AUTOGRAD: Mapping[Any, Decomposition] = {
         {
             _aten._adaptive_avg_pool2d.default: _adaptive_avg_pool,
             _aten._adaptive_avg_pool3d.default: _adaptive_avg_pool,
+        },
+    ),
+    **_own(
+        "PyTorch's decomposition has the gradient of one side at the kink",
+        {
+            op: _hinged(function)
+            for op, function in get_decompositions(
+                [
+                    _aten.multi_margin_loss.default,
+                    _aten.multilabel_margin_loss_forward.default,
+                ]
+            ).items()
         },
     ),
 }

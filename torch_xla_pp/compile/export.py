@@ -25,6 +25,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from traceback import walk_tb
 from typing import Any
 from unittest import mock
 
@@ -42,6 +43,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback
 from torch.nn import functional
@@ -341,12 +343,23 @@ def _export(module: nn.Module, args: list[Tensor]) -> Any:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        return aot_export_joint_with_descriptors(
-            stack,
-            module,
-            tuple(args),
-            decompositions=functions_in_graph(),
-        )
+        try:
+            return aot_export_joint_with_descriptors(
+                stack, module, tuple(args), decompositions=functions_in_graph()
+            )
+        except Exception as error:
+            _note_operation(error)
+            raise
+
+
+def _note_operation(error: Exception) -> None:
+    """Note on an error in which operation it was raised, if in any."""
+    found = None
+    for frame, _ in walk_tb(error.__traceback__):
+        value = frame.f_locals.get("func")
+        found = value if isinstance(value, OpOverload) else found
+    if found is not None:
+        error.add_note(f"in {found}")
 
 
 @contextlib.contextmanager
