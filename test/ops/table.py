@@ -2,9 +2,10 @@
 
     PYTHONPATH=test python test/ops/table.py
 
-takes some minutes and returns 1 if an operator is wrong. Operators run in worker
-processes of one device: an abort inside of XLA ends one of them, is counted as wrong,
-and another one goes on.
+takes some minutes and returns 1 if an operator is wrong. With names of operators it
+runs these alone, and takes the others from `build/operators.json`, where results are
+kept. Operators run in worker processes of one device: an abort inside of XLA ends one
+of them, is counted as wrong, and another one goes on.
 """
 
 import argparse
@@ -21,7 +22,9 @@ from typing import Any
 
 from ops.samples import Unfit, cases_of, differentiable
 
-PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
+_ROOT = Path(__file__).parents[2]
+_PAGE = _ROOT / "docs" / "operators.md"
+_RESULTS = _ROOT / "build" / "operators.json"
 _NAMED = re.compile(r"\b(?:aten|prims|torch)(?:\.|::)_?\w+(?:\.\w+)*")
 
 Record = dict[str, Any]
@@ -224,6 +227,17 @@ def _reasons() -> list[str]:
     return ["## Reasons", "", "| operation | |", "|---|---|", *rows, ""]
 
 
+def _write(found: Mapping[str, list[Record]], most: int) -> None:
+    """Write the page if all operators are known, from this run or the last ones."""
+    known = json.loads(_RESULTS.read_text()) if _RESULTS.exists() else {}
+    known |= found
+    _RESULTS.parent.mkdir(exist_ok=True)
+    _RESULTS.write_text(json.dumps(known))
+    names = differentiable()
+    if known.keys() >= names.keys():
+        _PAGE.write_text(page_of({name: known[name] for name in names}, most))
+
+
 def main() -> int:
     """Run as the arguments say."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -241,8 +255,7 @@ def main() -> int:
     for name, results in found.items():
         if class_of(results) == "wrong":
             print(f"{name}: {_wrong(results)}")
-    if not choice.names:
-        PAGE.write_text(page_of(found, choice.samples))
+    _write(found, choice.samples)
     return int(any(class_of(results) == "wrong" for results in found.values()))
 
 

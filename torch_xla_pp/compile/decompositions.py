@@ -158,6 +158,10 @@ def _angle(x: Tensor) -> Any:
     return torch.where(x.isnan(), x, torch.where(x < 0, math.pi, 0.0).to(x.dtype))
 
 
+def _zeros(size: Sequence[int], **kwargs: Any) -> Tensor:
+    return torch.zeros(size, **kwargs)
+
+
 def _copysign(x: Tensor, sign: Tensor) -> Tensor:
     is_negative = (sign < 0) | ((sign == 0) & (sign.reciprocal() < 0))
     return torch.where(is_negative, -x.abs(), x.abs())
@@ -215,6 +219,12 @@ def _places(
         along = torch.arange(count, device=x.device) * step
         places = (places.unsqueeze(1) + along).reshape(-1)
     return places
+
+
+def _cdist(x: Tensor, y: Tensor, order: float, mode: int | None = None) -> Tensor:
+    gaps = x.unsqueeze(-2) - y.unsqueeze(-3)
+    distances: Tensor = torch.linalg.vector_norm(gaps, order, -1)
+    return distances
 
 
 def _adaptive_avg_pool(x: Tensor, size: Sequence[int]) -> Tensor:
@@ -326,6 +336,7 @@ DECOMPOSITIONS: Mapping[Any, Decomposition] = {
     **_own(
         _ON_HOST,
         {
+            _aten._efficientzerotensor.default: _zeros,
             _aten.angle.default: _angle,
             _aten.copysign.Tensor: _copysign,
             _aten.exp2.default: _exp2,
@@ -351,7 +362,6 @@ DECOMPOSITIONS: Mapping[Any, Decomposition] = {
             _aten.nansum.default,
             _aten.renorm.default,
             _aten.round.decimals,
-            _aten.sgn.default,
             _aten.sinc.default,
             _aten.special_entr.default,
             _aten.special_xlog1py.default,
@@ -372,6 +382,8 @@ DECOMPOSITIONS: Mapping[Any, Decomposition] = {
 """Operation of the joint graph → what stands in for it."""
 
 IN_AUTOGRAD: Mapping[Any, Decomposition] = {
+    **_own(f"{_ON_HOST}, or its gradient", {_aten._cdist_forward.default: _cdist}),
+    **_of_torch(f"{_ON_HOST}, or its gradient", [_aten.grid_sampler_2d.default]),
     **_own(
         f"{_ON_HOST} unless parts are equal",
         {
