@@ -494,6 +494,8 @@ def manual(value: Tensor) -> Tensor:
 def composites_without_gradient() -> tuple[Any, ...]:
     """Return composite operations that torch_xla implements without their gradient.
 
+    Those that are gradients themselves are left out.
+
     Where a device implements an operation that is made of others, autograd expects a
     gradient of it; torch_xla 2.9 gives none, and results do not require gradients.
     """
@@ -501,7 +503,8 @@ def composites_without_gradient() -> tuple[Any, ...]:
     found = []
     for name in torch._C._dispatch_get_all_op_names():
         is_composite = has(name, "CompositeImplicitAutograd") and has(name, "XLA")
-        if is_composite and not has(name, "AutogradXLA"):
+        is_gradient = name.endswith("_backward")
+        if is_composite and not is_gradient and not has(name, "AutogradXLA"):
             base, _, overload = name.removeprefix("aten::").partition(".")
             packet = getattr(torch.ops.aten, base)
             found.append(getattr(packet, overload or "default"))
