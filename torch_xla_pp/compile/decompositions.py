@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from torch_xla_pp import xla_compat
@@ -249,13 +250,15 @@ def _averages(x: Tensor, dim: int, count: int) -> Tensor:
 
 
 class _Hinges(TorchFunctionMode):
-    """Put `relu`, of gradient 0 at 0, in place of `clamp_min(0)`."""
+    """Put functions that have a gradient of 0 at their kinks in place of clamps."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if function is Tensor.clamp_min and args[1] == 0:
             return args[0].relu()
+        if function is torch.clamp and len(args) == 3:
+            return functional.hardtanh(*args)
         return function(*args, **(kwargs or {}))
 
 
@@ -383,7 +386,6 @@ DECOMPOSITIONS: Mapping[Any, Decomposition] = {
 
 IN_AUTOGRAD: Mapping[Any, Decomposition] = {
     **_own(f"{_ON_HOST}, or its gradient", {_aten._cdist_forward.default: _cdist}),
-    **_of_torch(f"{_ON_HOST}, or its gradient", [_aten.grid_sampler_2d.default]),
     **_own(
         f"{_ON_HOST} unless parts are equal",
         {
@@ -392,11 +394,12 @@ IN_AUTOGRAD: Mapping[Any, Decomposition] = {
         },
     ),
     **_own(
-        "PyTorch's decomposition has the gradient of one side at the kink",
+        f"{_ON_HOST}, and PyTorch's decomposition has gradients at kinks",
         {
             op: _hinged(function)
             for op, function in get_decompositions(
                 [
+                    _aten.grid_sampler_2d.default,
                     _aten.multi_margin_loss.default,
                     _aten.multilabel_margin_loss_forward.default,
                 ]
