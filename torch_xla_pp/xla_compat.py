@@ -494,21 +494,22 @@ def manual(value: Tensor) -> Tensor:
 def composites_without_gradient() -> tuple[Any, ...]:
     """Return composite operations that torch_xla implements without their gradient.
 
-    Those that are gradients themselves are left out.
+    Those that are gradients themselves, or no functions, are left out.
 
     Where a device implements an operation that is made of others, autograd expects a
     gradient of it; torch_xla 2.9 gives none, and results do not require gradients.
     """
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     found = []
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
         is_composite = has(name, "CompositeImplicitAutograd") and has(name, "XLA")
-        is_gradient = name.endswith("_backward")
-        if is_composite and not is_gradient and not has(name, "AutogradXLA"):
+        is_internal = name.startswith("aten::_") or name.endswith("_backward")
+        if is_composite and not is_internal and not has(name, "AutogradXLA"):
             base, _, overload = name.removeprefix("aten::").partition(".")
             packet = getattr(torch.ops.aten, base)
             found.append(getattr(packet, overload or "default"))
-    return tuple(found)
+    is_out = [any(x.is_out for x in op._schema.arguments) for op in found]
+    return tuple(op for op, has_out in zip(found, is_out, strict=True) if not has_out)
 
 
 @contextlib.contextmanager
