@@ -8,11 +8,12 @@ STAMP := $(VENV)/.installed
 CSRC := $(wildcard csrc/*.cc csrc/*.h csrc/test/*.cc)
 MATCHING := $(addprefix csrc/,engine.cc executor.cc inbox.cc message.cc pool.cc)
 
-.PHONY: help demo test stress lint types docs pages format sanitize clean
+.PHONY: help demo test stress ops lint types docs pages format sanitize clean
 
 help:
 	@echo "make demo    train a GPT on two ranks of two devices (ARGS='--schedule ZBVZeroBubble')"
 	@echo "make test    run the tests (ARGS='-m pure' for the fast ones)"
+	@echo "make ops     compare all of torch's operators, write docs/operators.md"
 	@echo "make lint    check format and style      make types   check types"
 	@echo "make docs    build build/docs/index.html    make pages   write what their code prints"
 	@echo "make sanitize  run the C++ matching code under sanitizers"
@@ -27,6 +28,10 @@ test: $(STAMP)
 
 stress: $(STAMP)
 	$(BIN)/python benchmarks/stress.py $(ARGS)
+
+# All of torch's operator samples; `make test` runs some of them.
+ops: $(STAMP)
+	PYTHONPATH=test $(BIN)/python test/ops/table.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

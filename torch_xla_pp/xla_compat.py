@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NewType
 
@@ -579,6 +579,52 @@ def manual(value: Tensor) -> Tensor:
     return value
 
 
+@functools.cache
+def composites_without_gradient() -> tuple[Any, ...]:
+    """Return composite operations that torch_xla implements without their gradient.
+
+    Those that are gradients themselves, or no functions, are left out.
+
+    Where a device implements an operation that is made of others, autograd expects a
+    gradient of it; torch_xla 2.9 gives none, and results do not require gradients.
+    """
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    found = []
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        is_composite = has(name, "CompositeImplicitAutograd") and has(name, "XLA")
+        is_internal = name.startswith("aten::_") or name.endswith("_backward")
+        if is_composite and not is_internal and not has(name, "AutogradXLA"):
+            base, _, overload = name.removeprefix("aten::").partition(".")
+            packet = getattr(torch.ops.aten, base)
+            found.append(getattr(packet, overload or "default"))
+    is_out = [any(x.is_out for x in op._schema.arguments) for op in found]
+    return tuple(op for op, has_out in zip(found, is_out, strict=True) if not has_out)
+
+
+@contextlib.contextmanager
+def in_autograd(functions: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Let functions stand in for operations on XLA where gradients are taken."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for op, function in functions.items():
+            library.impl(op.name().removeprefix("aten::"), function, "AutogradXLA")
+        yield
+
+
+def num_host_operations() -> int:
+    """Return how many operations have run on the host, having no XLA implementation."""
+    names = _XLAC._get_executed_fallback_ops()
+    return sum(_XLAC._xla_counter_value(name) or 0 for name in names)
+
+
 def hlo_text(outputs: Sequence[Tensor]) -> str:
     """Return the HLO of pending `outputs`, before partitioning."""
     return str(_XLAC._get_xla_tensors_hlo(list(outputs)))
+
+
+def is_lowered(value: Tensor) -> bool:
+    """Return whether torch_xla can write a pending value as HLO."""
+    try:
+        hlo_text([value])
+    except Exception:
+        return False
+    return True

@@ -38,7 +38,7 @@ def turned(value: Tensor, turn: str) -> Tensor:
 def own_calls(module: fx.GraphModule, args: list[Tensor]) -> int:
     """Count the calls of the library in a graph."""
     device = [value.to(xla_compat.device()) for value in args]
-    outputs = OwnProducts(module).run(*device)
+    outputs = OwnProducts(module, "test").run(*device)
     return xla_compat.hlo_text(list(outputs)).count('"torch_xla_pp.product.')
 
 

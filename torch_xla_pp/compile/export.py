@@ -25,13 +25,13 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from traceback import walk_tb
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._decomp import get_decompositions
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     ParamAOTInput,
@@ -43,15 +43,24 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils import _mode_utils
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._mode_utils import no_dispatch
 from torch.utils.checkpoint import CheckpointPolicy
 
+from torch_xla_pp import xla_compat
+from torch_xla_pp.compile.decompositions import (
+    functions_in_autograd,
+    functions_in_graph,
+)
 from torch_xla_pp.compile.layer_norm import layer_norm
+from torch_xla_pp.compile.lines import place_of, running_line
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.graph import SHARD, Template, axes_of
 from torch_xla_pp.mesh import LogicalAxes
@@ -62,6 +71,7 @@ _WRAPPED = "module."
 # copied from one trace to the next.
 _REGION = "ac_graph_id"
 _POLICY = "recompute"
+_LINE = "stack_trace"
 
 # These return their operand's value as it lies, maybe in another dtype.
 _SAME_VALUE = (
@@ -175,7 +185,14 @@ class _Captures(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         args, kwargs = pytree.tree_map(self._replace, (args, kwargs or {}))
-        return _IN_PLACE_OF.get(function, function)(*args, **kwargs)
+        line = running_line(_TensorsOnly.forward.__code__)
+        if line is not None:
+            traceback.current_meta[_LINE] = line
+        try:
+            return _IN_PLACE_OF.get(function, function)(*args, **kwargs)
+        except Exception as error:
+            error.add_note(f"in {resolve_name(function)} ({place_of(line)})")
+            raise
 
     def _replace(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or _is_of_trace(value):
@@ -222,6 +239,7 @@ class _TensorsOnly(nn.Module):
         captured = zip(self._captured, tensors[num_inputs:], strict=True)
         with _Captures(captured) as captures:
             result = _call(self.module, args, kwargs)
+        traceback.current_meta.pop(_LINE, None)
         self.found = captures.found
         self.output_template, outputs = Template.of(result)
         _check_constants(self.output_template)
@@ -245,40 +263,10 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     """Call a module; one that was traced hands on the marks of its nodes."""
     if not isinstance(module, fx.GraphModule):
         return module(*args, **kwargs)
-    if not any(_REGION in node.meta for node in module.graph.nodes):
+    if not any(_REGION in n.meta or _LINE in n.meta for n in module.graph.nodes):
         return module(*args, **kwargs)
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
     return fx.Interpreter(module).run(*bound.args)
-
-
-def _decomposed_dropout(
-    x: Tensor, probability: float, train: bool | None
-) -> tuple[Tensor, Tensor]:
-    """Apply dropout in terms of ops that torch_xla lowers correctly.
-
-    torch_xla 2.9 scales `native_dropout` by 1/p in place of 1/(1-p) and returns a
-    float mask; this can go when that is mended.
-    """
-    if train is False or probability == 0.0:
-        return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    if probability == 1.0:
-        return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
-    mask = torch.rand_like(x, dtype=torch.float32) >= probability
-    return x * mask * (1.0 / (1.0 - probability)), mask
-
-
-# torch_xla 2.9 keeps the biased variance as batch norm's running variance; the
-# decomposition keeps the unbiased one, as eager does.
-_DECOMPOSITIONS = {
-    **get_decompositions(
-        [
-            torch.ops.aten._native_batch_norm_legit_functional,
-            torch.ops.aten._native_batch_norm_legit.no_stats,
-            torch.ops.aten.native_batch_norm_backward,
-        ]
-    ),
-    torch.ops.aten.native_dropout.default: _decomposed_dropout,
-}
 
 
 def export_joint(
@@ -350,12 +338,44 @@ def _export(module: nn.Module, args: list[Tensor]) -> Any:
         tracing(TracingContext(fake)),
         # So that modules do not choose by values, and `shard` is an operator.
         mock.patch.object(torch.compiler, "_is_compiling_flag", True),
+        mock.patch.object(_mode_utils, "no_dispatch", _on_metadata),
+        xla_compat.in_autograd(functions_in_autograd()),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        return aot_export_joint_with_descriptors(
-            stack, module, tuple(args), decompositions=_DECOMPOSITIONS
-        )
+        try:
+            return aot_export_joint_with_descriptors(
+                stack, module, tuple(args), decompositions=functions_in_graph()
+            )
+        except Exception as error:
+            _note_operation(error)
+            raise
+
+
+def _note_operation(error: Exception) -> None:
+    """Note on an error in which operation it was raised, if in any."""
+    found = None
+    for frame, _ in walk_tb(error.__traceback__):
+        value = frame.f_locals.get("func")
+        found = value if isinstance(value, OpOverload) else found
+    if found is not None:
+        error.add_note(f"in {found}")
+
+
+@contextlib.contextmanager
+def _on_metadata() -> Iterator[None]:
+    """Let operations change nothing but the shape of the value that they are given.
+
+    Stands in for the context in which functionalization repeats an operation such as
+    `as_strided_` on its wrapper, for which torch_xla's kernels have no XLA tensor.
+    """
+    keys, key_set = torch._C.DispatchKey, torch._C.DispatchKeySet
+    with no_dispatch():
+        included = torch._C._dispatch_tls_local_include_set() | key_set(keys.Meta)
+        excluded = torch._C._dispatch_tls_local_exclude_set()
+        excluded |= key_set(keys.XLA) | key_set(keys.AutogradXLA)
+        with torch._C._ForceDispatchKeyGuard(included, excluded):
+            yield
 
 
 @contextlib.contextmanager
@@ -482,6 +502,7 @@ def _read(
     if grads:
         _read_grads(read, primals, grads)
     _read_regions(read)
+    _read_lines(read)
     _merge_tied(read)
     _lift_constants(read)
     return read
@@ -505,6 +526,17 @@ def _read_regions(joint: JointGraph) -> None:
         policy = node.meta.get(_POLICY)
         if policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
             joint.selected.add(node)
+
+
+def _read_lines(joint: JointGraph) -> None:
+    """Give a node of the backward the line of the operation whose gradient it is of."""
+    line_of: dict[int, str | None] = {}
+    for node in joint.graph.graph.nodes:
+        number, line = node.meta.get("seq_nr"), node.meta.get(_LINE)
+        if node.meta.get("partitioner_tag") == "is_backward":
+            node.meta[_LINE] = line_of.get(number)
+        elif number is not None:
+            line_of.setdefault(number, line)
 
 
 def _role(desc: Any, first_names: dict[str, str]) -> str:

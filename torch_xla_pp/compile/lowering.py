@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.row_groups import RowGroups
+from torch_xla_pp.compile.running import Running
 from torch_xla_pp.graph import SHARD, axes_of
 from torch_xla_pp.mesh import LogicalAxes
 
@@ -59,35 +60,36 @@ class _Apart(NamedTuple):
         return list(range(len(self.sizes)))
 
 
-class Lowering(fx.Interpreter):
+class Lowering(Running):
     """Run a function's graph with constraints.
 
     Args:
         module: The graph.
+        name: What it is, for messages.
         constraints: How values lie.
     """
 
-    def __init__(self, module: nn.Module, constraints: Constraints) -> None:
-        super().__init__(module, garbage_collect_values=False)
+    def __init__(self, module: nn.Module, name: str, constraints: Constraints) -> None:
+        super().__init__(module, name)
         self._constraints = constraints
         self._products: dict[fx.Node, _Apart] = {}
 
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one node; its operands have run."""
-        if n.target is SHARD:
-            value, names = self.fetch_args_kwargs_from_env(n)[0]
+    def run_operation(self, node: fx.Node) -> Any:
+        """Run one operation; `shard` and products in ways of their own."""
+        if node.target is SHARD:
+            value, names = self.fetch_args_kwargs_from_env(node)[0]
             sharding = self._constraints.layout(axes_of(names))
             return xla_compat.constrain(value, sharding)
-        if n.target in _VIEWS and n.all_input_nodes[0] in self._products:
-            parted = self._parted(self._products[n.all_input_nodes[0]], n)
+        if node.target in _VIEWS and node.all_input_nodes[0] in self._products:
+            parted = self._parted(self._products[node.all_input_nodes[0]], node)
             if parted is not None:
                 return parted
-        product = self._product(n)
+        product = self._product(node)
         if isinstance(product, _Apart):
-            self._products[n] = product
+            self._products[node] = product
             rest = product.value.shape[len(product.sizes) :]
             return product.value.reshape(-1, *rest)
-        return super().run_node(n) if product is None else product
+        return super().run_operation(node) if product is None else product
 
     def _product(self, node: fx.Node) -> Tensor | _Apart | None:
         """Compute a product of values that are kept apart, None if it is none."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_xla_pp import env, native, xla_compat
+from torch_xla_pp.compile.running import Running
 
 _MAX_SIDE = (1 << 31) - 1  # of MKL's integers
 _aten = torch.ops.aten
@@ -47,23 +48,20 @@ def _can_multiply() -> bool:
     return True
 
 
-class OwnProducts(fx.Interpreter):
+class OwnProducts(Running):
     """Run a function's graph on pending values; products are calls of the library."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module, garbage_collect_values=False)
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one node; its operands have run."""
-        if n.target is _aten.mm.default:
-            product = self._product(*n.args)
-            return super().run_node(n) if product is None else product
-        if n.target is _aten.addmm.default and not n.kwargs:
-            bias: Any = n.args[0]
-            product = self._product(*n.args[1:])
+    def run_operation(self, node: fx.Node) -> Any:
+        """Run one operation; a product of matrices by the library."""
+        if node.target is _aten.mm.default:
+            product = self._product(*node.args)
+            return super().run_operation(node) if product is None else product
+        if node.target is _aten.addmm.default and not node.kwargs:
+            bias: Any = node.args[0]
+            product = self._product(*node.args[1:])
             if product is not None:
                 return product + self.env[bias]
-        return super().run_node(n)
+        return super().run_operation(node)
 
     def _product(self, *factors: Any) -> Tensor | None:
         """Multiply two matrices, None if the library cannot."""

@@ -27,6 +27,7 @@ from torch_xla_pp.compile.border import TOKEN, Border, route_in, route_out
 from torch_xla_pp.compile.lowering import Constraints, Lowering
 from torch_xla_pp.compile.partition import Function
 from torch_xla_pp.compile.products import OwnProducts, has_own_products
+from torch_xla_pp.compile.running import Running
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.transport import recording
 
@@ -115,6 +116,8 @@ class Program:
         self._names: list[str] = []
         self._captured: dict[str, Tensor] = {}
         self._has_seed = False
+        # What computes it, while it is traced.
+        self._running: Running | None = None
 
     @functools.cached_property
     def _marked(self) -> "Program":
@@ -179,7 +182,22 @@ class Program:
             outputs = self._compute(dict(zip(self.inputs, args, strict=True)))
         self._map_parameters(args, outputs)
         with xla_compat.donating([args[i] for i in self._donated]):
+            graph_hash = self._compile(outputs)
+        self._running = None
+        return graph_hash
+
+    def _compile(self, outputs: list[Tensor]) -> xla_compat.GraphHash:
+        try:
             graph_hash, self.hlo = xla_compat.compile_graph(outputs)
+        except Exception as error:
+            running, what = self._running, None
+            if running is not None:
+                what = running.first(lambda value: not xla_compat.is_lowered(value))
+            reason = str(error).partition("\nError")[0].partition("\nFrame")[0]
+            raise PipelineError(
+                f"{self.function.name} program: XLA cannot compile "
+                f"{what or 'its operations'}: {reason}. Write it with other operations."
+            ) from error
         return graph_hash
 
     def _compute(self, values: dict[str, Tensor]) -> list[Tensor]:
@@ -190,7 +208,7 @@ class Program:
             tokens.append(values[TOKEN])
         for name, parts in self._parts.items():
             values[name] = reduce(operator.add, [values[part] for part in parts])
-        results = self._run(values)
+        results = _computed(self._run(values))
         values |= zip(self.function.outputs, results, strict=True)
         for name, sharding in self._pins.items():
             xla_compat.annotate(values[name], sharding)
@@ -215,16 +233,21 @@ class Program:
         """Run the function, with its inputs as they lie where they are used."""
         inputs = {name: values[name] for name in self.function.inputs}
         module = self.function.module
-        if isinstance(module, fx.GraphModule) and has_own_products():
-            # One device has all of every value, so constraints say nothing.
-            return OwnProducts(module).run(*inputs.values())  # type: ignore[no-any-return]
-        if self._constraints is None:
+        name = self.function.name
+        if not isinstance(module, fx.GraphModule):
             return module(*inputs.values())  # type: ignore[no-any-return]
+        if has_own_products():
+            # One device has all of every value, so constraints say nothing.
+            self._running = OwnProducts(module, name)
+            return self._running.run(*inputs.values())  # type: ignore[no-any-return]
+        if self._constraints is None:
+            self._running = Running(module, name)
+            return self._running.run(*inputs.values())  # type: ignore[no-any-return]
         for name, sharding in self._constraints.used.items():
             if name in inputs:
                 inputs[name] = xla_compat.constrain(inputs[name], sharding)
-        lowering = Lowering(module, self._constraints)
-        return lowering.run(*inputs.values())  # type: ignore[no-any-return]
+        self._running = Lowering(module, self.function.name, self._constraints)
+        return self._running.run(*inputs.values())  # type: ignore[no-any-return]
 
     def _map_parameters(self, args: list[Tensor], outputs: list[Tensor]) -> None:
         """Find out which argument each parameter of the program is."""
@@ -246,12 +269,23 @@ class Program:
             if value.numel() != 1:
                 captured.append(f"{value.dtype} {list(value.shape)}")
         if captured:
+            what = self._capturing(position)
             raise PipelineError(
                 f"{self.function.name} program: expected every tensor that it reads "
                 f"to be an argument, got captured constants: {', '.join(captured)}. "
-                "An operation in the stage's forward made them on the host; write it "
-                "with operations that XLA supports, or keep the tensor in a buffer."
+                f"They are of {what or 'an operation in the stage'}; write it with "
+                "operations that XLA supports, or keep the tensor in a buffer."
             )
+
+    def _capturing(self, known: Mapping[int, int]) -> str | None:
+        """Return the first operation that reads more than arguments and scalars."""
+
+        def is_capturing(value: Tensor) -> bool:
+            _, values = xla_compat.graph_parameters([value])
+            large = [x for x in values if x.numel() != 1]
+            return not known.keys() >= {*xla_compat.data_handles(large)}
+
+        return None if self._running is None else self._running.first(is_capturing)
 
     def _check_shardings(self, values: Mapping[str, Tensor]) -> None:
         found = _shardings([values[self.inputs[i]] for i in self._checked])
@@ -273,6 +307,20 @@ class Program:
 def _shardings(tensors: Sequence[Tensor]) -> list[str]:
     """Return sharding texts, no annotation counted as replicated."""
     return [text or _REPLICATED for text in xla_compat.sharding_texts(tensors)]
+
+
+def _computed(results: Sequence[Tensor]) -> list[Tensor]:
+    """Return results as what a program computes; some may be its operands as they are.
+
+    A program that computes nothing is none for torch_xla.
+    """
+    pending = xla_compat.are_pending(results)
+    return [
+        value
+        if is_pending
+        else xla_compat.constrain(value, xla_compat.sharding_of(value))
+        for value, is_pending in zip(results, pending, strict=True)
+    ]
 
 
 def _distinct(args: list[Tensor]) -> list[Tensor]:

@@ -255,10 +255,12 @@ class StagePlan:
             raise
         except Exception as error:
             inputs = ", ".join(map(str, self.inputs))
+            where = " ".join(getattr(error, "__notes__", ()))
             raise StageShapeError(
                 f"stage {self.stage}: its module cannot run on inputs ({inputs}): "
-                f"{type(error).__name__}: {error}\nCheck that the stages before "
-                "make what this one takes."
+                f"{type(error).__name__} {where}: {error}\nCheck that the stages "
+                "before make what this one takes; if they do, write the operation with "
+                "others."
             ) from error
 
     def _check_outputs(self, specs: Sequence[TensorSpec]) -> None:

@@ -1,0 +1,106 @@
+"""Run a function's graph on pending values, so that errors name the operation.
+
+Some operations have no implementation for XLA: torch_xla then computes what is pending,
+runs them on the host, and goes on with their results as if these were constants. In a
+program that runs again on other values, that would be wrong, so it is refused.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.compile.lines import describe
+from torch_xla_pp.errors import PipelineError
+
+# torch_xla's indices are of int32, although it says int64.
+_NARROW = (
+    torch.ops.aten.cummax.default,
+    torch.ops.aten.max_pool2d_with_indices.default,
+    torch.ops.aten.max_pool3d_with_indices.default,
+)
+
+
+class Running(fx.Interpreter):
+    """Run a graph of operations.
+
+    Args:
+        module: The graph.
+        name: What it is, for messages.
+
+    Raises:
+        PipelineError: An operation fails, or would run on the host.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.extra_traceback = False
+        self._name = name
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node; its operands have run."""
+        if n.op != "call_function":
+            return super().run_node(n)
+        before = xla_compat.num_host_operations()
+        try:
+            result = self.run_operation(n)
+        except Exception as error:
+            raise PipelineError(
+                f"{self._name} program: {describe(n)} failed: {error}. Write it with "
+                "other operations."
+            ) from error
+        if xla_compat.num_host_operations() != before:
+            raise PipelineError(
+                f"{self._name} program: expected operations that XLA can run, got "
+                f"{describe(n)}, which torch_xla runs on the host. Write it with other "
+                "operations, or move it out of the stage."
+            )
+        return self._as_traced(n, result)
+
+    def _as_traced(self, node: fx.Node, result: Any) -> Any:
+        """Return a result with the dtype that the trace gave it.
+
+        Raises:
+            PipelineError: It has another shape, or is missing.
+        """
+        traced = node.meta.get("val")
+        is_known = node.target is operator.getitem or isinstance(
+            node.target, OpOverload
+        )
+        if not is_known or not isinstance(traced, Tensor):
+            return result
+        source = node.all_input_nodes[0] if node.target is operator.getitem else node
+        if isinstance(result, Tensor) and result.shape == traced.shape:
+            if source.target in _NARROW and not traced.is_floating_point():
+                return result + torch.zeros(
+                    (), dtype=traced.dtype, device=result.device
+                )
+            return result if result.dtype == traced.dtype else result.to(traced.dtype)
+        got = list(result.shape) if isinstance(result, Tensor) else result
+        raise PipelineError(
+            f"{self._name} program: expected {describe(source)} to give a value of "
+            f"shape {list(traced.shape)} on XLA devices, got {got}. Write it with "
+            "other operations, or move it out of the stage."
+        )
+
+    def run_operation(self, node: fx.Node) -> Any:
+        """Run one operation; to be replaced where it is done in another way."""
+        return super().run_node(node)
+
+    def first(self, is_wanted: Callable[[Tensor], bool]) -> str | None:
+        """Return the first operation whose result is as wanted, None if there is none.
+
+        The graph has run.
+        """
+        for node, value in self.env.items():
+            is_pending = (
+                isinstance(value, Tensor) and xla_compat.are_pending([value])[0]
+            )
+            if node.op == "call_function" and is_pending and is_wanted(value):
+                is_item = node.target is operator.getitem
+                return describe(node.all_input_nodes[0] if is_item else node)
+        return None
