@@ -271,9 +271,9 @@ def _faults_of(
 
 def _leftovers() -> set[str]:
     """Return shared memory and files of UCX and of this package that are there."""
-    places = (Path("/dev/shm"), Path("/tmp"))
-    found = (p for place in places if place.exists() for p in place.iterdir())
-    return {f"left: {p}" for p in found if "ucx" in p.name or "xpp" in p.name}
+    memory = {f"left: {path}" for path in Path("/dev/shm").glob("*")}
+    names = ("ucx*", "xpp*", "torch_xla_pp*")
+    return memory | {f"left: {p}" for name in names for p in Path("/tmp").glob(name)}
 
 
 def main() -> None:

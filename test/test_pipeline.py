@@ -55,6 +55,13 @@ def test_a_pipe_runs_all_stages_as_upstreams_does() -> None:
     torch.testing.assert_close(result, model(x))
 
 
+def test_an_example_that_is_not_where_the_model_is() -> None:
+    x = torch.ones(2, 4, device=xpp.device())
+    for model, example in ((Two().to(xpp.device()), x.cpu()), (Two(), x)):
+        with pytest.raises(ValueError, match="expected the example on the model's dev"):
+            xpp.pipeline(model, mb_args=(example,), split_spec=CUT)
+
+
 def test_split_points_and_a_policy_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="split_spec or split_policy, got both"):
         xpp.pipeline(

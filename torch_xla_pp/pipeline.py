@@ -36,6 +36,7 @@ from torch_xla_pp.plan import SourceLike, StageInputs
 from torch_xla_pp.runtime import (
     SPLIT_MARK,
     XlaPipelineStage,
+    check_plain_module,
     move_factories_to,
     shapes_of,
     trace_and_split,
@@ -213,14 +214,18 @@ def pipeline(
             return; `AxisRules.activations` of the rules for `Pipe.build_stage`.
 
     Raises:
-        ValueError: `split_spec` names unknown submodules, or is given together with
-            a `split_policy`; or `activations` do not fit the model.
+        TypeError: The model is wrapped for data parallelism.
+        ValueError: The example is not on the model's device; `split_spec` names
+            unknown submodules, or is given together with a `split_policy`; or
+            `activations` do not fit the model.
         PlanError: The model cannot be split as its marks say.
 
     Example:
         >>> pipe = pipeline(model, mb_args=(x,),
         ...                 split_spec={"layers.4": SplitPoint.BEGINNING})
     """
+    check_plain_module("pipeline", module)
+    _check_devices(module, (mb_args, mb_kwargs))
     check_split_spec(module, split_spec or {})
     if split_spec and split_policy is not None:
         raise ValueError(
@@ -248,6 +253,20 @@ def pipeline(
         split = trace_and_split(module, mb_args, mb_kwargs, split_spec or {}, policy)
     back_to_meta(split.split_gm)
     return Pipe(split, prepared[-1], names, activations)
+
+
+def _check_devices(module: nn.Module, example: Any) -> None:
+    """Refuse an example that is not where the model is."""
+    tensors = [x for x in pytree.tree_leaves(example) if isinstance(x, torch.Tensor)]
+    homes = {value.device.type for value in [*module.parameters(), *module.buffers()]}
+    found = {value.device.type for value in tensors}
+    if "meta" not in homes | found and homes and found - homes:
+        raise ValueError(
+            f"pipeline: expected the example on the model's device, "
+            f"{', '.join(sorted(homes))}, got it on {', '.join(sorted(found))}. Leave "
+            "the model where it was made, on the host: its stages are moved when they "
+            "are built; or move mb_args, too."
+        )
 
 
 def _check_activations(

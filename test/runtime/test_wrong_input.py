@@ -4,9 +4,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch_xla.distributed.spmd as xs
 from runtime.training import Job, Model, Part, batch, build, loss_fn, mesh_of, run_step
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
@@ -14,6 +16,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleDualPipeV,
     ScheduleInterleaved1F1B,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 import torch_xla_pp as xpp
 from torch_xla_pp.testing import Worlds
@@ -66,6 +69,47 @@ def uneven_rows() -> None:
 def test_a_microbatch_that_does_not_divide_over_devices(worlds: Worlds) -> None:
     for text in raised_on_every_rank(worlds, uneven_rows, devices=2):
         assert "microbatch of 3 rows does not divide over mesh axis 'data' of 2" in text
+
+
+def batch_that_cannot_be_cut(kind: str) -> None:
+    """In the first step, before a stage is called."""
+    job = Job(frontend="manual", devices=2)
+    stages = stages_of(job)
+    schedule = Schedule1F1B(stages[0], 4, loss_fn=loss_fn)
+    if dist.get_rank():
+        run_step(job, schedule, stages, *batch(job, 0))
+        return
+    if kind == "wrapped":
+        mesh = xs.Mesh(np.arange(2), (2,), ("data",))
+        tokens = batch(job, 0)[0].to(xpp.device())
+        schedule.step(xs.mark_sharding(tokens, mesh, ("data", None)))
+    schedule.step(torch.zeros((), dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("wrapped", "step: expected plain tensors as batch and target, got XLASharded"),
+        ("scalar", "Dimension specified as 0 but tensor has no dimensions"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut(worlds: Worlds, kind: str, expected: str) -> None:
+    first, second = raised_on_every_rank(
+        worlds, batch_that_cannot_be_cut, kind, devices=2
+    )
+    assert expected in first and expected in second
+    assert "(raised on rank 0): stage 0, step 1" in second
+
+
+def wrapped_for_data_parallelism() -> None:
+    dist.init_process_group("xla_pp")
+    module = DistributedDataParallel(nn.Linear(2, 2))
+    xpp.PipelineStage(module, dist.get_rank(), 2, xpp.device())
+
+
+def test_a_module_that_is_wrapped_for_data_parallelism(worlds: Worlds) -> None:
+    for text in raised_on_every_rank(worlds, wrapped_for_data_parallelism):
+        assert "TypeError: stage: expected the model itself, got Distributed" in text
 
 
 def few_microbatches(name: str) -> None:

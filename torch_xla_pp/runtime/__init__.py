@@ -1,5 +1,6 @@
 """RUN: stages that torch's own schedule classes drive."""
 
+from torch_xla_pp.runtime.checks import check_plain_module
 from torch_xla_pp.runtime.grad_norm import clip_grad_norm_
 from torch_xla_pp.runtime.manual_stage import PipelineStage
 from torch_xla_pp.runtime.module_state import shapes_of
@@ -20,6 +21,7 @@ __all__ = [
     "PipelineStage",
     "ScheduleFromTable",
     "XlaPipelineStage",
+    "check_plain_module",
     "clip_grad_norm_",
     "move_factories_to",
     "order_of",

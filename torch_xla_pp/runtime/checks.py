@@ -4,12 +4,35 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from torch_xla_pp import xla_compat
 from torch_xla_pp.mesh import AxisRules, unmatched
 from torch_xla_pp.runtime.module_state import shapes_of
 from torch_xla_pp.runtime.plan import StagePlan
 from torch_xla_pp.runtime.planning import names_of_stages
+
+
+def check_plain_module(what: str, module: nn.Module) -> None:
+    """Refuse a module that averages gradients by itself, which a stage never calls."""
+    if isinstance(module, DistributedDataParallel):
+        raise TypeError(
+            f"{what}: expected the model itself, got DistributedDataParallel. Pass "
+            "model.module; replicas of the pipeline average their gradients if its "
+            'stages are built with replicas=mesh.get_group("dp").'
+        )
+
+
+def check_batch(batch: Sequence[Any]) -> None:
+    """Refuse tensors that are wrapped: a schedule cannot cut them."""
+    if any(isinstance(x, Tensor) and xla_compat.is_wrapped(x) for x in batch):
+        raise TypeError(
+            "step: expected plain tensors as batch and target, got XLAShardedTensor. "
+            "mark_sharding and distribute_tensor shard the tensor that they are given: "
+            "pass what they return as x.global_tensor, or leave the batch on the host, "
+            "which is laid out by the stage's mesh."
+        )
 
 
 def check_kwargs(kwargs: Mapping[str, Any], plans: Sequence[StagePlan]) -> None:

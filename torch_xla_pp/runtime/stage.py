@@ -36,9 +36,11 @@ from torch_xla_pp.mesh import (
 from torch_xla_pp.plan import InputsFrom, StageInputs, Value, Wiring
 from torch_xla_pp.runtime import handshake
 from torch_xla_pp.runtime.checks import (
+    check_batch,
     check_device,
     check_index,
     check_kwargs,
+    check_plain_module,
     matched_patterns,
 )
 from torch_xla_pp.runtime.exchange import Exchange
@@ -72,6 +74,7 @@ from torch_xla_pp.runtime.step_kinds import StepKinds
 from torch_xla_pp.runtime.steps_ahead import StepsAhead
 from torch_xla_pp.runtime.torch_compat import (
     Schedule,
+    batch_of_step,
     calling_schedule,
     grad_scale,
     guard_step,
@@ -162,6 +165,7 @@ class XlaPipelineStage(SilentStage):
             others = group_of_replicas(replicas, self._pg)
         self._groups = Groups(self._pg, others)
         with self._groups.reporting():
+            check_plain_module("stage", submodule)
             check_index(stage_index, num_stages)
             activity = self._groups.activity
             activity.stages = tuple(sorted({*activity.stages, stage_index}))
@@ -305,6 +309,7 @@ class XlaPipelineStage(SilentStage):
         with self._groups.reporting():
             self._groups.check()
         with self._reporting():
+            check_batch(batch_of_step())
             self._drop_leftovers()
             self._num_done = 0
             self._num_steps += 1

@@ -8,6 +8,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineSchedule,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.utils import _pytree as pytree
 
 from torch_xla_pp.graph import Template
 
@@ -34,6 +36,7 @@ __all__ = [
     "Pipe",
     "ScheduleMulti",
     "StageBase",
+    "batch_of_step",
     "begin_microbatches",
     "calling_schedule",
     "compute_loss",
@@ -79,6 +82,23 @@ def calling_schedule() -> Schedule | None:
             return owner
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def batch_of_step() -> list[Any]:
+    """Return the leaves of what the running step of a schedule was given.
+
+    Its arguments and its target, which the schedule is about to cut.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        names = frame.f_locals
+        if frame.f_code.co_name == "step" and isinstance(
+            names.get("self"), _PipelineSchedule
+        ):
+            given = (names.get("args"), names.get("kwargs"), names.get("target"))
+            return pytree.tree_leaves(given)
+        frame = frame.f_back
+    return []
 
 
 def guard_step(
