@@ -60,7 +60,9 @@ class Program:
     Attributes:
         inputs: Names of the values that a call needs.
         outputs: Names of the values that a call returns.
-        hlo: The text of the compiled program, see `xla_compat.compile_graph`.
+        hlo: The text of the compiled program, see `xla_compat.CompiledGraph`.
+        extra_bytes: What the last run takes on a device beside the arguments, zero if
+            that is not known.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Program:
         self._expected: list[str] = []
         self._hash: xla_compat.GraphHash | None = None
         self.hlo: str | None = None
+        self.extra_bytes = 0
         # Which input each parameter of the program is, and those that are none.
         self._names: list[str] = []
         self._captured: dict[str, Tensor] = {}
@@ -154,7 +157,9 @@ class Program:
                 program was compiled for.
         """
         if MARK in values and not self._is_marked:
-            return self._marked(values, seed)
+            marked = self._marked(values, seed)
+            self.extra_bytes = self._marked.extra_bytes
+            return marked
         if self._hash is None:
             self._hash = self._trace([values[name] for name in self.inputs])
         elif self._checked:
@@ -179,8 +184,9 @@ class Program:
             outputs = self._compute(dict(zip(self.inputs, args, strict=True)))
         self._map_parameters(args, outputs)
         with xla_compat.donating([args[i] for i in self._donated]):
-            graph_hash, self.hlo = xla_compat.compile_graph(outputs)
-        return graph_hash
+            graph = xla_compat.compile_graph(outputs)
+        self.hlo, self.extra_bytes = graph.hlo, graph.extra_bytes or 0
+        return graph.hash
 
     def _compute(self, values: dict[str, Tensor]) -> list[Tensor]:
         """Receive, run the function and send; all of it pending."""
