@@ -250,8 +250,7 @@ class CompiledGraph(NamedTuple):
         hash: By which it is run.
         hlo: Its HLO after partitioning and optimization. torch_xla keeps that text to
             itself; it is known only where XLA dumps it (`--xla_dump_to` and
-            `--xla_dump_hlo_as_text` in `XLA_FLAGS` from the start), and None if an
-            equal graph was compiled before.
+            `--xla_dump_hlo_as_text` in `XLA_FLAGS` from the start), and None elsewhere.
         extra_bytes: What a run takes on a device beside its arguments, to about a KiB:
             temporaries, and results that do not reuse arguments. None if torch_xla
             does not write its analyses into a file.
@@ -268,8 +267,18 @@ def compile_graph(outputs: Sequence[Tensor]) -> CompiledGraph:
     graph_hash = GraphHash(_XLAC._get_graph_hash(list(outputs)))
     _XLAC._xla_warm_up_cache(list(outputs), [])
     new = sorted(_dumped() - before)
-    hlo = new[-1].read_text() if new else None
-    return CompiledGraph(graph_hash, hlo, _extra_bytes(graph_hash))
+    if new:
+        _texts()[graph_hash] = new[-1].read_text()
+    return CompiledGraph(graph_hash, _texts().get(graph_hash), _extra_bytes(graph_hash))
+
+
+@functools.cache
+def _texts() -> dict[GraphHash, str]:
+    """Return the HLO of each graph that was dumped.
+
+    One of the process, as are torch_xla's programs: it compiles equal graphs once.
+    """
+    return {}
 
 
 def _extra_bytes(graph_hash: GraphHash) -> int | None:

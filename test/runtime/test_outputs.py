@@ -99,9 +99,7 @@ def test_under_1f1b_no_logits_wait_for_the_next_forward(
 
 
 def test_under_gpipe_only_gradients_wait(worlds: Worlds) -> None:
-    _, found = worlds.run(
-        watch_logits, ranks=2, args=("GPipe", F.cross_entropy, False)
-    )
+    _, found = worlds.run(watch_logits, ranks=2, args=("GPipe", F.cross_entropy, False))
     assert found == [*range(MICROBATCHES)]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import tangent
 from torch_xla_pp.mesh import TensorSpec
-from torch_xla_pp.runtime.memory import Shelf
+from torch_xla_pp.runtime.memory import Kind, Shelf
 from torch_xla_pp.runtime.placement import Placement
 from torch_xla_pp.runtime.plan import Variant
 from torch_xla_pp.runtime.torch_compat import Schedule, grad_scale
@@ -74,7 +74,7 @@ class Outlet:
             self._leaves[microbatch] = leaves
         if is_scored or self.is_wanted:
             named = {f"output:{i}": value for i, value in enumerate(values)}
-            kind = "kept" if self.is_wanted else "output"
+            kind: Kind = "kept" if self.is_wanted else "output"
             self._shelf.put(kind, microbatch, named, variant.sizes)
         kept = [value.detach() for value in values] if self.is_wanted else None
         return None if kept is None else template.fill(kept), template.fill(leaves)
