@@ -83,7 +83,8 @@ class Outlet:
         self, variant: Variant, microbatch: int, grads: Mapping[int, Tensor]
     ) -> None:
         """Keep the gradients that a compiled loss has computed, by output."""
-        for leaf in self._leaves.pop(microbatch):
+        leaves = self._leaves.pop(microbatch)
+        for leaf in [] if self.is_wanted else leaves:
             leaf.data = self._nothing
         tangents = {tangent(index): grad for index, grad in grads.items()}
         self._replace_output(variant, microbatch, tangents)
@@ -141,7 +142,7 @@ class Outlet:
 
     @functools.cached_property
     def _nothing(self) -> Tensor:
-        return xla_compat.replicate(torch.zeros(()))
+        return xla_compat.replicate(torch.zeros(0))
 
     def _differentiated(
         self, loss: Tensor, leaves: Sequence[Tensor], specs: Sequence[TensorSpec]

@@ -233,7 +233,7 @@ class XlaPipelineStage(SilentStage):
         """Return what the stage costs on each device; print it to read it.
 
         Programs are those of the last step, known once it has begun. Their collectives
-        are counted in what XLA dumps, if `XLA_FLAGS` ask for that.
+        and products are counted in what XLA dumps, if `XLA_FLAGS` ask for that.
 
         Raises:
             PipelineError: No step has begun yet.
