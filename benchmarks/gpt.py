@@ -4,11 +4,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+VOCAB = 512
 SIZES = {
     "small": {"width": 256, "heads": 4, "layers": 8, "length": 128},
     "large": {"width": 512, "heads": 8, "layers": 8, "length": 256},
+    # Many words, and next to nothing, for what memory does.
+    "words": {"width": 256, "heads": 4, "layers": 8, "length": 128, "vocab": 1 << 15},
+    "tiny": {"width": 16, "heads": 4, "layers": 8, "length": 8, "vocab": 64},
 }
-VOCAB = 512
 ROWS = 2
 
 
@@ -39,13 +42,19 @@ class Part(nn.Module):
     """One of equal stages of a GPT."""
 
     def __init__(
-        self, stage: int, num_stages: int, width: int, heads: int, layers: int
+        self,
+        stage: int,
+        num_stages: int,
+        width: int,
+        heads: int,
+        layers: int,
+        vocab: int = VOCAB,
     ):
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, width) if stage == 0 else None
+        self.embed = nn.Embedding(vocab, width) if stage == 0 else None
         count = layers // num_stages
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(count))
-        self.head = nn.Linear(width, VOCAB) if stage == num_stages - 1 else None
+        self.head = nn.Linear(width, vocab) if stage == num_stages - 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Take tokens or activations; return activations or logits."""
@@ -59,17 +68,19 @@ class Part(nn.Module):
 def make_part(stage: int, num_stages: int, size: dict[str, int]) -> Part:
     """Return a stage whose parameters depend on nothing but the arguments."""
     torch.manual_seed(stage)
-    return Part(stage, num_stages, size["width"], size["heads"], size["layers"])
+    width, heads, layers = size["width"], size["heads"], size["layers"]
+    return Part(stage, num_stages, width, heads, layers, size.get("vocab", VOCAB))
 
 
 def make_batch(microbatches: int, size: dict[str, int]) -> tuple[Tensor, Tensor]:
     """Return tokens and targets of one step, each `(ROWS * microbatches, length)`."""
     torch.manual_seed(7)
-    tokens = torch.randint(VOCAB, (ROWS * microbatches, size["length"] + 1))
+    vocab = size.get("vocab", VOCAB)
+    tokens = torch.randint(vocab, (ROWS * microbatches, size["length"] + 1))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
     """Return the mean cross-entropy."""
     target = target.to(logits.device)
-    return F.cross_entropy(logits.reshape(-1, VOCAB), target.reshape(-1))
+    return F.cross_entropy(logits.flatten(0, 1), target.reshape(-1))

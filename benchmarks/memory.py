@@ -1,88 +1,131 @@
-"""What schedules keep alive, beside what they promise.
+"""What a rank holds, beside what its process takes and what the schedule promises.
 
     python benchmarks/memory.py
-    python benchmarks/memory.py --size large --microbatches 8 32 --json
+    python benchmarks/memory.py --size words --schedules 1F1B --microbatches 4 32 --json
 
-Two ranks of one local device each. Counted are the bytes that forwards save for their
-backward; nothing is timed. Columns, as the JSON names them:
+Two ranks of one local device each train the GPT of `gpt.py` with AdamW, each cell in
+fresh processes; nothing is timed. Columns, as the JSON names them:
 
 live: For each stage of the rank, the most microbatches that waited at once.
-saved_bytes: The most bytes that a rank's stages held of them, together.
+saved_bytes: The most bytes that lay between programs for them, of all stages of the
+    rank: what forwards save for backwards, gradients of losses, outputs.
 bound: Microbatches of the whole rank that the schedule's paper promises at most: M for
     GPipe, min(M, P - rank) for 1F1B (Narayanan et al. 2019, PipeDream-2BW), P for ZBV,
     whose two chunks of a rank count half each (Qi et al. 2024).
-bound_bytes: The same times what one microbatch saves, as measured with one.
-ratio: saved_bytes / bound_bytes; should be at most 1.
+bound_bytes: The same times what one microbatch saves, as measured with M = P.
+saved_ratio: saved_bytes / bound_bytes; should be at most 1.
+peak_bytes: What `peak_memory()` says that the rank's stages held at most, together.
+process_bytes: By how much the largest size that the process has had exceeds that of a
+    process which trains a tiny model of as many layers: such a one has loaded all
+    libraries and compiled as many programs, but has next to no values.
+peak_ratio: peak_bytes / process_bytes.
+largest_bytes: The largest size that the process has had.
 """
 
 import argparse
 import json
 import os
+import resource
 from typing import Any
 
 import gpt
 import sides
+import torch
 from sides import NUM_RANKS
 
 SCHEDULES = ("GPipe", "1F1B", "ZBVZeroBubble")
+STEPS = 4
 
 
-def saved(schedule: str, microbatches: int, size: dict[str, int]) -> list[Any]:
-    """Return live microbatches and saved bytes of each stage, after one step."""
+def measure(schedule: str, microbatches: int, size: dict[str, int]) -> dict[str, Any]:
+    """Return what this rank held in the last of some steps, and its process's size."""
     sides.join(sorted(os.sched_getaffinity(0)))
-    side = sides.our_side(schedule, microbatches, size)
-    side.step()
-    found = []
-    for stage in side.stages:
-        memory = stage.peak_memory()
-        # The schedule returns the outputs of the last stage: all of them stay.
-        output = gpt.ROWS * size["length"] * gpt.VOCAB * 4 * stage.is_last
-        found.append((memory.num_live, memory.saved_bytes - microbatches * output))
-    return found
+    from torch_xla_pp import xla_compat
+
+    side = sides.our_side(schedule, microbatches, size, torch.optim.AdamW)
+    for _ in range(STEPS):
+        side.step()
+        xla_compat.wait_device()
+    held = [stage.peak_memory() for stage in side.stages]
+    return {
+        "live": [memory.num_live for memory in held],
+        "saved": [memory.saved_bytes for memory in held],
+        "peak": sum(memory.peak_bytes for memory in held),
+        "largest": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+    }
 
 
-def rows_of(worlds: Any, schedule: str, microbatches: int, size: Any) -> list[Any]:
-    """Return a row for each rank."""
+def run(schedule: str, microbatches: int, size_name: str) -> list[dict[str, Any]]:
+    """Return what each rank of new processes measures."""
     # The workers import this file, so its functions must not be those of `__main__`.
     import memory
 
-    def run(count: int) -> list[Any]:
-        args = (schedule, count, size)
-        found: list[Any] = worlds.run(memory.saved, ranks=NUM_RANKS, args=args)
-        return found
+    from torch_xla_pp.testing import Worlds
 
-    rows = []
-    few, many = run(NUM_RANKS), run(microbatches)
-    for rank, (one, all_) in enumerate(zip(few, many, strict=True)):
-        bound = {
-            "GPipe": microbatches,
-            "1F1B": min(microbatches, NUM_RANKS - rank),
-            "ZBVZeroBubble": min(microbatches, NUM_RANKS),
-        }[schedule]
-        per_microbatch = sum(num_bytes / live for live, num_bytes in one)
-        saved_bytes = sum(num_bytes for _, num_bytes in all_)
-        rows.append(
-            {
-                "schedule": schedule,
-                "microbatches": microbatches,
-                "rank": rank,
-                "live": [live for live, _ in all_],
-                "saved_bytes": saved_bytes,
-                "bound": bound,
-                "bound_bytes": round(bound * per_microbatch),
-                "ratio": saved_bytes / (bound * per_microbatch),
-            }
+    args = (schedule, microbatches, gpt.SIZES[size_name])
+    with Worlds() as worlds:
+        found: list[dict[str, Any]] = worlds.run(
+            memory.measure, ranks=NUM_RANKS, args=args, timeout_s=1200
         )
-    return rows
+    return found
+
+
+def rows_of(schedule: str, counts: list[int], size_name: str) -> list[dict[str, Any]]:
+    """Return a row for each number of microbatches and rank."""
+    tiny, few = run(schedule, NUM_RANKS, "tiny"), run(schedule, NUM_RANKS, size_name)
+    return [
+        {"size": size_name, "schedule": schedule, "microbatches": count, "rank": rank}
+        | _row(_bound(schedule, count, rank), *found)
+        for count in counts
+        for rank, found in enumerate(
+            zip(tiny, few, run(schedule, count, size_name), strict=True)
+        )
+    ]
+
+
+def _bound(schedule: str, microbatches: int, rank: int) -> int:
+    return {
+        "GPipe": microbatches,
+        "1F1B": min(microbatches, NUM_RANKS - rank),
+        "ZBVZeroBubble": min(microbatches, NUM_RANKS),
+    }[schedule]
+
+
+def _row(
+    bound: int, tiny: dict[str, Any], few: dict[str, Any], found: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what was found on a rank, beside what was promised and expected."""
+    per_microbatch = sum(
+        num_bytes / live
+        for live, num_bytes in zip(few["live"], few["saved"], strict=True)
+    )
+    saved_bytes = sum(found["saved"])
+    process_bytes = found["largest"] - tiny["largest"]
+    return {
+        "live": found["live"],
+        "saved_bytes": saved_bytes,
+        "bound": bound,
+        "bound_bytes": round(bound * per_microbatch),
+        "saved_ratio": saved_bytes / (bound * per_microbatch),
+        "peak_bytes": found["peak"],
+        "process_bytes": process_bytes,
+        "peak_ratio": found["peak"] / process_bytes,
+        "largest_bytes": found["largest"],
+    }
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """Return a row as a line of text."""
+    """Return a row as a line of text, with sizes in MiB."""
+    saved, bound, peak, process, largest = (
+        f"{row[f'{name}_bytes'] / 2**20:7.1f}"
+        for name in ("saved", "bound", "peak", "process", "largest")
+    )
     return (
-        f"{row['schedule']:14} M={row['microbatches']:<3} rank {row['rank']}"
-        f"  live {row['live']!s:8} saved {row['saved_bytes'] / 2**20:7.1f} MiB"
-        f"  bound {row['bound']:3} x = {row['bound_bytes'] / 2**20:7.1f} MiB"
-        f"  ratio {row['ratio']:.2f}"
+        f"{row['size']} {row['schedule']:14} M={row['microbatches']:<3}"
+        f" rank {row['rank']}  live {row['live']!s:8} saved {saved}"
+        f"  bound {row['bound']:3} x = {bound}  ratio {row['saved_ratio']:.2f}"
+        f"  peak {peak}  process {process}  ratio {row['peak_ratio']:.2f}"
+        f"  largest {largest}"
     )
 
 
@@ -90,16 +133,13 @@ def main() -> None:
     """Run the cells that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=gpt.SIZES, default="small")
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8, 16])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    from torch_xla_pp.testing import Worlds
-
-    with Worlds() as worlds:
-        for schedule in SCHEDULES:
-            for count in options.microbatches:
-                for row in rows_of(worlds, schedule, count, gpt.SIZES[options.size]):
-                    print(json.dumps(row) if options.json else line_of(row), flush=True)
+    for schedule in options.schedules:
+        for row in rows_of(schedule, options.microbatches, options.size):
+            print(json.dumps(row) if options.json else line_of(row), flush=True)
 
 
 if __name__ == "__main__":

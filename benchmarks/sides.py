@@ -26,6 +26,12 @@ LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 SCHEDULES = (*ONE_STAGE, *LOOPED, *V_SHAPED)
 
 MakeStage = Callable[[nn.Module, int, int], Any]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer of what is timed."""
+    return torch.optim.SGD(parameters, lr=0.01)
 
 
 class PeerStage(PipelineStage):
@@ -46,12 +52,13 @@ class Side:
         num_stages: int,
         microbatches: int,
         size: dict[str, int],
+        optimizer: MakeOptimizer = sgd,
     ) -> None:
         parts = {index: gpt.make_part(index, num_stages, size) for index in indices}
         self.stages = [make(part, i, num_stages) for i, part in parts.items()]
         self.runner = make_runner(schedule, self.stages, microbatches)
         parameters = [p for stage in self.stages for p in stage.submod.parameters()]
-        self._optimizer = torch.optim.SGD(parameters, lr=0.01)
+        self._optimizer = optimizer(parameters)
         tokens, target = gpt.make_batch(microbatches, size)
         self._inputs = (tokens,) if 0 in indices else ()
         self._target = target if num_stages - 1 in indices else None
@@ -120,13 +127,18 @@ def join(cores: Sequence[int]) -> int:
     return core
 
 
-def our_side(schedule: str, microbatches: int, size: dict[str, int]) -> Side:
+def our_side(
+    schedule: str,
+    microbatches: int,
+    size: dict[str, int],
+    optimizer: MakeOptimizer = sgd,
+) -> Side:
     """Return this rank's part of our pipeline."""
     indices, num_stages = (
         stage_indices(schedule, dist.get_rank()),
         num_stages_of(schedule),
     )
-    return Side(ours(), schedule, indices, num_stages, microbatches, size)
+    return Side(ours(), schedule, indices, num_stages, microbatches, size, optimizer)
 
 
 def stage_indices(schedule: str, rank: int) -> list[int]:

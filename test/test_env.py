@@ -47,6 +47,28 @@ def test_flags_for_xla_are_added_to_the_users_and_never_replace_them(
     assert os.environ["XLA_FLAGS"] == "--xla_cpu_use_xnnpack=true"
 
 
+def test_analyses_go_to_a_file_of_the_process_unless_the_user_chooses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("PT_XLA_DEBUG", "PT_XLA_DEBUG_LEVEL", "PT_XLA_DEBUG_FILE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert env.analyses() is None
+    # As a process that was started by another finds it.
+    monkeypatch.setenv("PT_XLA_DEBUG_FILE", "/proc/1/fd/3")
+    env.set_defaults()
+    own = env.analyses()
+    assert own is not None
+    assert own.parts[2] == str(os.getpid())
+    own.write_text("kept")
+    env.set_defaults()
+    assert env.analyses() == own
+    assert own.read_text() == "kept"
+    monkeypatch.delenv("PT_XLA_DEBUG_FILE")
+    env.set_defaults()
+    assert env.analyses() is None
+
+
 def test_programs_are_written_into_the_ranks_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -19,6 +20,10 @@ _MALLOC = (
     "MALLOC_TRIM_THRESHOLD_",
 )
 
+# Variables by which the user tells torch_xla to analyse what it compiles.
+_ANALYSIS = ("PT_XLA_DEBUG", "PT_XLA_DEBUG_LEVEL", "PT_XLA_DEBUG_FILE")
+_OPEN_FILE = re.compile(r"/proc/(?P<process>\d+)/fd/\d+")
+
 
 def set_defaults() -> None:
     """Set what torch_xla reads when it is loaded, unless the user has set it.
@@ -26,8 +31,10 @@ def set_defaults() -> None:
     XLA's partitioner prints one notice of its future removal per compiled program;
     errors are still printed. On CPU devices XLA's matrix products are faster without
     XNNPACK, see docs/performance/step.md; other devices ignore that flag. With
-    `TORCH_XLA_PP_DUMP_DIR` XLA writes its programs, too.
+    `TORCH_XLA_PP_DUMP_DIR` XLA writes its programs, too. What memory programs need,
+    torch_xla tells nowhere but in its analyses: they go to a file without a name.
     """
+    _keep_analyses()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_cpu_use_xnnpack" not in flags:
@@ -70,6 +77,27 @@ def num_cpu_devices() -> int:
     with contextlib.suppress(KeyError, ValueError):
         return int(os.environ["CPU_NUM_DEVICES"])
     return 1
+
+
+def _keep_analyses() -> None:
+    """Let torch_xla analyse each compilation, into a file that ends with the process.
+
+    A process that this one starts inherits the variables, and makes a file of its own.
+    """
+    found = _OPEN_FILE.fullmatch(os.environ.get("PT_XLA_DEBUG_FILE", ""))
+    is_ours = found is not None and found["process"] == str(os.getpid())
+    is_users = found is None and any(name in os.environ for name in _ANALYSIS)
+    if is_ours or is_users or not hasattr(os, "memfd_create"):
+        return
+    file = os.memfd_create("torch_xla_pp")
+    os.environ["PT_XLA_DEBUG_LEVEL"] = "1"
+    os.environ["PT_XLA_DEBUG_FILE"] = f"/proc/{os.getpid()}/fd/{file}"
+
+
+def analyses() -> Path | None:
+    """Return where torch_xla writes its analyses of compilations, None if nowhere."""
+    found = os.environ.get("PT_XLA_DEBUG_FILE", "")
+    return Path(found) if found else None
 
 
 def timeout_s() -> float:

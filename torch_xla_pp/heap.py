@@ -5,6 +5,10 @@ the value is dropped, by the same sizes in every step. By default glibc returns 
 that to the system at once, and each step pays for fresh pages again, see
 docs/performance/step.md. The price of keeping it is that the process stays as large as
 it has ever been.
+
+Large values are not kept: what is small and lives long would settle in the places that
+they leave, the next one would not fit in there, and the process would grow with the
+number of microbatches.
 """
 
 import ctypes
@@ -12,9 +16,9 @@ import functools
 import logging
 
 # Parameter of mallopt → value. One heap for all threads, as those of single threads
-# are small; no mapping for a large value alone; no return of what is free.
-_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
-_SETTINGS = {_ARENA_MAX: 1, _MMAP_MAX: 0, _TRIM_THRESHOLD: (1 << 31) - 1}
+# are small; mappings for large values alone; no return of what is free.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_SETTINGS = {_ARENA_MAX: 1, _MMAP_THRESHOLD: 1 << 20, _TRIM_THRESHOLD: (1 << 31) - 1}
 
 _logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NewType
+from typing import Any, NamedTuple, NewType
 
 import torch
 import torch_xla
@@ -42,6 +42,9 @@ _SEED_FACTOR = 214013
 _SEED_TERM = 2531011
 _SEED_RANGE = 1 << 64
 _FFI_API_SYMBOL = "_ZN3xla3ffi12GetXlaFfiApiEv"  # xla::ffi::GetXlaFfiApi()
+
+# In an analysis of torch_xla, of one device; a GB has 2**30 bytes there.
+_SIZE = re.compile(r"Analysis: (?P<what>[\w ]+) size: (?P<size>[\d.]+) GB")
 
 _logger = logging.getLogger(__name__)
 
@@ -320,20 +323,59 @@ def graph_parameters(outputs: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
     return list(ids), list(values)
 
 
-def compile_graph(outputs: Sequence[Tensor]) -> tuple[GraphHash, str | None]:
-    """Compile the graph of pending `outputs`.
+class CompiledGraph(NamedTuple):
+    """Say what is known of a compiled graph.
 
-    Returns:
-        Its hash, and its HLO after partitioning and optimization. torch_xla keeps
-        that text to itself; it is known only where XLA dumps it (`--xla_dump_to` and
-        `--xla_dump_hlo_as_text` in `XLA_FLAGS` from the start), and None if an equal
-        graph was compiled before.
+    Attributes:
+        hash: By which it is run.
+        hlo: Its HLO after partitioning and optimization. torch_xla keeps that text to
+            itself; it is known only where XLA dumps it (`--xla_dump_to` and
+            `--xla_dump_hlo_as_text` in `XLA_FLAGS` from the start), and None elsewhere.
+        extra_bytes: What a run takes on a device beside its arguments, to about a KiB:
+            temporaries, and results that do not reuse arguments. None if torch_xla
+            does not write its analyses into a file.
     """
+
+    hash: GraphHash
+    hlo: str | None
+    extra_bytes: int | None
+
+
+def compile_graph(outputs: Sequence[Tensor]) -> CompiledGraph:
+    """Compile the graph of pending `outputs`."""
     before = _dumped()
-    graph_hash = _XLAC._get_graph_hash(list(outputs))
+    graph_hash = GraphHash(_XLAC._get_graph_hash(list(outputs)))
     _XLAC._xla_warm_up_cache(list(outputs), [])
     new = sorted(_dumped() - before)
-    return GraphHash(graph_hash), new[-1].read_text() if new else None
+    if new:
+        _texts()[graph_hash] = new[-1].read_text()
+    return CompiledGraph(graph_hash, _texts().get(graph_hash), _extra_bytes(graph_hash))
+
+
+@functools.cache
+def _texts() -> dict[GraphHash, str]:
+    """Return the HLO of each graph that was dumped.
+
+    One of the process, as are torch_xla's programs: it compiles equal graphs once.
+    """
+    return {}
+
+
+def _extra_bytes(graph_hash: GraphHash) -> int | None:
+    """Return what a graph takes beside its arguments, as torch_xla's analyses say."""
+    path = env.analyses()
+    try:
+        text = "" if path is None else path.read_text()
+    except OSError as error:
+        _logger.debug("%s is not readable: %s", path, error)
+        return None
+    _, is_there, rest = text.rpartition(f"Graph Hash: {graph_hash[::-1].hex()}")
+    own, _, _ = rest.partition("Graph Hash: ")
+    sizes = {m["what"]: float(m["size"]) for m in _SIZE.finditer(own)}
+    if not is_there or not sizes:
+        return None
+    results = sizes["Graph output"] - sizes["Aliased Input"]
+    return round((results + sizes["Intermediate tensor"]) * 2**30)
 
 
 def _dumped() -> set[Path]:

@@ -126,3 +126,30 @@ def test_nothing_is_compiled_after_the_first_call(mesh: Any) -> None:
             metrics.clear_all()
     for name in ("UncachedCompile", "CreateCompileHandles", "ReplicateShardedData"):
         assert not metrics.counter_value(name), name
+
+
+def halved(x: Tensor) -> tuple[Tensor]:
+    return (x / 2,)
+
+
+@pytest.mark.parametrize(("donated", "shares"), [((), 1), (("x",), 0)])
+def test_a_program_says_what_it_takes_beside_its_arguments_on_a_device(
+    mesh: Any, donated: tuple[str, ...], shares: int
+) -> None:
+    program = Program(
+        function(halved, ("x",)),
+        {"out": mesh.get_op_sharding(ROWS)},
+        donated=donated,
+    )
+    assert program.extra_bytes == 0
+    program({"x": upload(mesh, torch.ones(1024, 512), ROWS)})
+    share = 4 * 1024 * 512 // 2
+    assert program.extra_bytes == pytest.approx(shares * share, abs=1 << 11)
+    # Another program of an equal graph is not compiled again.
+    again = Program(
+        function(halved, ("x",)),
+        {"out": mesh.get_op_sharding(ROWS)},
+        donated=donated,
+    )
+    again({"x": upload(mesh, torch.ones(1024, 512), ROWS)})
+    assert again.extra_bytes == program.extra_bytes

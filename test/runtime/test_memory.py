@@ -1,12 +1,21 @@
-"""A stage keeps no more microbatches alive than its schedule implies."""
+"""A stage keeps no more alive than its schedule implies, and says how much it is."""
 
+import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch_xla
+from joining import join
 from runtime.training import Job, Model, Part, batch, run_step, start
+from torch import nn
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.nn import functional as F
 
+import torch_xla_pp as xpp
 from torch_xla_pp import xla_compat
 from torch_xla_pp.testing import Worlds
 
@@ -85,6 +94,7 @@ def bytes_of_a_step(schedule: str) -> tuple[Any, int, list[bool]]:
         put(kind, microbatch, values, sizes)
 
     run_step(job, runner, [stage], *batch(job, 0))
+    stage.submod.zero_grad()
     stage._shelf.put = watching
     run_step(job, runner, [stage], *batch(job, 1))
     # What a program reads lives until it has run.
@@ -105,3 +115,53 @@ def test_the_report_counts_bytes_on_one_device(
     # Parameters and gradients are replicated here.
     assert memory.state_bytes == 8 * sum(p.numel() for p in module.parameters())
     assert "MiB on a device" in str(memory)
+
+
+def size_of_process(what: str) -> int:
+    """Return how large this process is ("VmRSS") or has been ("VmHWM"), in bytes."""
+    (line,) = (x for x in open("/proc/self/status") if x.startswith(what))
+    return int(line.split()[1]) << 10
+
+
+def peak_beside_the_process(schedule: str) -> tuple[Any, int, int, int]:
+    """Return the report, and what the process took for a step beside what stays.
+
+    Then the bytes of parameters, and of the state of AdamW.
+    """
+    join()
+    module = nn.Linear(128, 1 << 15)
+    stage = xpp.PipelineStage(module, 0, 1, xpp.device())
+    runner = get_schedule_class(schedule)(stage, 4, loss_fn=F.cross_entropy)
+    optimizer = torch.optim.AdamW(stage.submod.parameters())
+    x, y = torch.randn(4 * 256, 128), torch.zeros(4 * 256, dtype=torch.long)
+    idle, most = [], []
+    for _ in range(6):
+        xla_compat.wait_device()
+        time.sleep(0.5)  # other threads free what the optimizer's program has read
+        idle.append(size_of_process("VmRSS"))
+        Path("/proc/self/clear_refs").write_text("5")
+        runner.step(x, target=y.to(xpp.device()))
+        xla_compat.wait_device()
+        most.append(size_of_process("VmHWM"))
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+    values = [*stage.submod.parameters()]
+    state = [v for p in values for v in optimizer.state[p].values() if v.is_xla]
+    bytes_of = [sum(4 * v.numel() for v in group) for group in (values, state)]
+    # The first steps compile, and those of the optimizer copy.
+    taken = max(most[3:]) - min(idle[3:])
+    return stage.peak_memory(), taken, *bytes_of
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+def test_the_peak_is_what_the_process_takes(worlds: Worlds, schedule: str) -> None:
+    ((memory, taken, parameters, state),) = worlds.run(
+        peak_beside_the_process, ranks=1, args=(schedule,)
+    )
+    assert memory.optimizer_bytes == state >= 2 * parameters
+    assert memory.state_bytes == 2 * parameters
+    # Beside what stays between steps: sums, and what programs need.
+    expected = memory.peak_bytes - parameters - state
+    assert taken == pytest.approx(expected, rel=0.1)
+    assert memory.active_bytes > memory.saved_bytes

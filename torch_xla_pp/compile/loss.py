@@ -83,6 +83,11 @@ class LossProgram:
         self._program = Program(piece, pins, names, constraints=constraints)
         self.dtype = joint.example_outputs[0][0].dtype
 
+    @property
+    def extra_bytes(self) -> int:
+        """Return what a run takes on a device beside its arguments, zero if unknown."""
+        return self._program.extra_bytes
+
     def __call__(
         self,
         inputs: Sequence[Tensor],

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from torch_xla_pp import env, native, xla_compat
 from torch_xla_pp.compile.running import Running
+from torch_xla_pp.mesh import OWN_PRODUCT
 
 _MAX_SIDE = (1 << 31) - 1  # of MKL's integers
 _aten = torch.ops.aten
@@ -79,9 +80,7 @@ class OwnProducts(Running):
             "is_left_turned": int(is_left_turned),
             "is_right_turned": int(is_right_turned),
         }
-        target = "torch_xla_pp.product." + ".".join(
-            map(str, [*sides.values(), *turned.values()])
-        )
+        target = ".".join(map(str, [OWN_PRODUCT, *sides.values(), *turned.values()]))
         native.register_target(target, "product")
         whole = xla_compat.replicated_sharding()
         shards = [xla_compat.to_shards(factor, whole) for factor in (left, right)]

@@ -61,7 +61,9 @@ class Program:
     Attributes:
         inputs: Names of the values that a call needs.
         outputs: Names of the values that a call returns.
-        hlo: The text of the compiled program, see `xla_compat.compile_graph`.
+        hlo: The text of the compiled program, see `xla_compat.CompiledGraph`.
+        extra_bytes: What the last run takes on a device beside the arguments, zero if
+            that is not known.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Program:
         self._expected: list[str] = []
         self._hash: xla_compat.GraphHash | None = None
         self.hlo: str | None = None
+        self.extra_bytes = 0
         # Which input each parameter of the program is, and those that are none.
         self._names: list[str] = []
         self._captured: dict[str, Tensor] = {}
@@ -157,7 +160,9 @@ class Program:
                 program was compiled for.
         """
         if MARK in values and not self._is_marked:
-            return self._marked(values, seed)
+            marked = self._marked(values, seed)
+            self.extra_bytes = self._marked.extra_bytes
+            return marked
         if self._hash is None:
             self._hash = self._trace([values[name] for name in self.inputs])
         elif self._checked:
@@ -188,7 +193,7 @@ class Program:
 
     def _compile(self, outputs: list[Tensor]) -> xla_compat.GraphHash:
         try:
-            graph_hash, self.hlo = xla_compat.compile_graph(outputs)
+            graph = xla_compat.compile_graph(outputs)
         except Exception as error:
             running, what = self._running, None
             if running is not None:
@@ -198,7 +203,8 @@ class Program:
                 f"{self.function.name} program: XLA cannot compile "
                 f"{what or 'its operations'}: {reason}. Write it with other operations."
             ) from error
-        return graph_hash
+        self.hlo, self.extra_bytes = graph.hlo, graph.extra_bytes or 0
+        return graph.hash
 
     def _compute(self, values: dict[str, Tensor]) -> list[Tensor]:
         """Receive, run the function and send; all of it pending."""

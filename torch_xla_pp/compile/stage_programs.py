@@ -112,6 +112,8 @@ class StagePrograms:
     Attributes:
         reduced_per_microbatch: Role of a parameter → why its gradient is reduced in
             every microbatch, although rows are in groups.
+        extra_bytes: What the last forward or backward takes on a device beside its
+            arguments, zero if that is not known.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class StagePrograms:
     ) -> None:
         borders = borders or Borders()
         self.reduced_per_microbatch: dict[str, str] = {}
+        self.extra_bytes = 0
         self._groups: dict[str, int] = {}
         if grouping is not None:
             self.reduced_per_microbatch = group_gradients(joint, grouping)
@@ -371,6 +374,7 @@ class StagePrograms:
     ) -> Forwarded:
         values = {**fixed, **self._constants.values(), **live}
         results = program(values, seed)
+        self.extra_bytes = program.extra_bytes
         everything = {**values, **results}
         kept = {**live, **results} if is_kept else {}
         return Forwarded(
@@ -386,9 +390,12 @@ class StagePrograms:
     def _run(
         self, program: Program | None, fixed: Mapping[str, Tensor], live: Values
     ) -> Values:
+        self.extra_bytes = 0
         if program is None:
             return {}
-        return program({**fixed, **self._constants.values(), **live})
+        results = program({**fixed, **self._constants.values(), **live})
+        self.extra_bytes = program.extra_bytes
+        return results
 
     def _returned_grads(self, values: Values) -> dict[int, Tensor | None]:
         return {

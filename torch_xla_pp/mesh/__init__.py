@@ -3,7 +3,7 @@
 from torch_xla_pp.mesh import presets
 from torch_xla_pp.mesh.axis_rules import AxisRules, first_match, unmatched
 from torch_xla_pp.mesh.hlo_collectives import Collective, collectives_of
-from torch_xla_pp.mesh.hlo_flops import product_flops
+from torch_xla_pp.mesh.hlo_flops import OWN_PRODUCT, product_flops
 from torch_xla_pp.mesh.hlo_sharding import (
     REPLICATED,
     OpShardingArgs,
@@ -25,6 +25,7 @@ from torch_xla_pp.mesh.striping import striped_positions
 from torch_xla_pp.mesh.tiling import Box, Tiling
 
 __all__ = [
+    "OWN_PRODUCT",
     "Axis",
     "AxisRules",
     "Box",

@@ -3,6 +3,16 @@
 import math
 import re
 
+OWN_PRODUCT = "torch_xla_pp.product"
+"""Begins the name of a call that multiplies two matrices.
+
+Rows, depth and columns follow, and how the matrices are stored, each after a full stop.
+"""
+
+_OWN = re.compile(
+    rf'custom_call_target="{re.escape(OWN_PRODUCT)}'
+    r"\.(?P<rows>\d+)\.(?P<depth>\d+)\.(?P<columns>\d+)\."
+)
 _RESULT = re.compile(r"%(?P<name>[\w.-]+) = \w+\[(?P<sizes>[\d,]*)\]")
 _PRODUCT = re.compile(
     r"= \w+\[(?P<result>[\d,]*)\]\S* dot\(%(?P<left>[\w.-]+),.*"
@@ -13,13 +23,14 @@ _PRODUCT = re.compile(
 def product_flops(hlo: str) -> int:
     """Count the floating-point operations of products of matrices, on one device.
 
-    A product in the body of a loop counts once; convolutions do not count.
+    Those that call a library count, too. A product in the body of a loop counts once;
+    convolutions do not count.
 
     Args:
         hlo: Text of the program after partitioning.
     """
     shapes = {m["name"]: _sizes(m["sizes"]) for m in _RESULT.finditer(hlo)}
-    total = 0
+    total = sum(2 * math.prod(map(int, m.groups())) for m in _OWN.finditer(hlo))
     for match in _PRODUCT.finditer(hlo):
         left = shapes[match["left"]]
         summed = math.prod(left[dim] for dim in _sizes(match["summed"]))

@@ -29,15 +29,16 @@ class ProgramCost:
     Args:
         name: What the program does.
         collectives: By kind and mesh axes; None if its HLO is not known.
-        flops: Operations of its products of matrices, on one device.
+        flops: Operations of its products of matrices, on one device; None if its HLO
+            is not known.
     """
 
     name: str
     collectives: tuple[Collective, ...] | None
-    flops: int = 0
+    flops: int | None = 0
 
     def __str__(self) -> str:
-        if self.collectives is None:
+        if self.collectives is None or self.flops is None:
             return f"  {self.name}: {_HINT}"
         found = [
             f"    {collective}, {per_byte(self.flops, collective.num_bytes)}"
@@ -60,8 +61,8 @@ class Explanation:
         num_parameters: Parameters of the whole stage.
         parameter_bytes: Bytes of those and of buffers, on one device.
         received_bytes: Bytes that one device receives for a microbatch's forward.
-        sent_bytes: Bytes of the outputs of a microbatch, on one device; the last
-            stage keeps them.
+        sent_bytes: Bytes of the outputs of a microbatch, on one device; those of the
+            last stage go to the loss.
         programs: The programs that have run so far.
         reduced_per_microbatch: Parameter → why its gradient is reduced in every
             microbatch and not once a step.
@@ -113,7 +114,7 @@ def costs_of(
             collectives=None
             if program.hlo is None
             else collectives_of(program.hlo, mesh),
-            flops=product_flops(program.hlo or ""),
+            flops=None if program.hlo is None else product_flops(program.hlo),
         )
         for name, program in programs.items()
     )

@@ -44,6 +44,10 @@ class StageLoss:
         function: The user's loss function.
         placement: The devices of this rank.
         scale: What the gradient of each microbatch is multiplied by.
+
+    Attributes:
+        extra_bytes: What the last loss took on a device beside its arguments, zero if
+            that is not known.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class StageLoss:
         self._scales: dict[torch.dtype, Tensor] = {}
         self._programs: dict[_Key, LossProgram | None] = {}
         self._captured: tuple[Any, ...] = ()
+        self.extra_bytes = 0
 
     def begin_step(self) -> None:
         """Look at what the function reads from outside; takes some 50 µs."""
@@ -82,8 +87,9 @@ class StageLoss:
 
         Returns:
             The loss, and output index → gradient; None in place of the gradients if
-            the loss was computed eagerly and is to be differentiated by autograd.
+            the loss was computed eagerly and is yet to be differentiated by autograd.
         """
+        self.extra_bytes = 0
         if not isinstance(target, Tensor):
             return self.function(output, target), None
         template, outputs = Template.of(output)
@@ -97,7 +103,9 @@ class StageLoss:
             return self.function(output, target), None
         pinned = self._placement.place(target, partition)
         leaves = [value.detach() for value in outputs]
-        return program([*leaves, pinned], self._scale(program.dtype), marks)
+        found = program([*leaves, pinned], self._scale(program.dtype), marks)
+        self.extra_bytes = program.extra_bytes
+        return found
 
     def _compile(self, key: _Key) -> LossProgram | None:
         examples = [example_of(spec) for spec in key.inputs]

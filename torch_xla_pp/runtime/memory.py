@@ -1,27 +1,34 @@
 """What a stage holds on each device during a step.
 
-Counted is what lies between two programs: parameters, buffers, gradients, and what
-microbatches wait with. Not counted is what a program needs while it runs, and messages
-that have arrived before the program that receives them.
+Counted are parameters, buffers, gradients, what optimizers keep for the parameters,
+what microbatches wait with, and what the program that runs needs beside its arguments.
+Programs of a device run one after another, in the order in which they were enqueued, so
+all of that is known when they are. Not counted are the batch, what other programs than
+the stage's need (an optimizer's, say), and messages that have arrived before the
+program that receives them.
 """
 
+import gc
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.mesh import parse_sharding
 
-Kind = Literal["saved", "residual", "loss", "output"]
+Kind = Literal["saved", "residual", "output", "loss", "kept"]
 """What a microbatch waits with.
 
 * "saved": what its forward saved for its backward
 * "residual": what its backward of inputs left for that of weights
+* "output": the stage's output, of which its loss is yet to be computed
 * "loss": the gradient of its loss
-* "output": the stage's output, which the schedule returns at the end of the step
+* "kept": the stage's output, which the schedule returns at the end of the step
 """
 
 
@@ -31,27 +38,41 @@ class StageMemory:
 
     Args:
         num_live: Microbatches between their forward and the end of their backward.
-        saved_bytes: Saved values of those microbatches, and outputs that were kept.
-        state_bytes: Parameters, buffers and gradients.
+        saved_bytes: The most that lay between two programs: saved values of those
+            microbatches, gradients of losses, and outputs that were kept.
+        state_bytes: Parameters, buffers, gradients and their sums.
+        active_bytes: The most that lay there while a program ran, and all that this
+            program takes: its temporaries and results.
+        optimizer_bytes: What optimizers keep for the parameters now.
     """
 
     num_live: int
     saved_bytes: int
     state_bytes: int
+    active_bytes: int = 0
+    optimizer_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
         """Return all that was held at most."""
-        return self.saved_bytes + self.state_bytes
+        running = max(self.active_bytes, self.saved_bytes)
+        return self.state_bytes + self.optimizer_bytes + running
 
     def __str__(self) -> str:
-        peak, state, saved = (
+        peak, state, optimizer, active, saved = (
             f"{count / 2**20:.1f}"
-            for count in (self.peak_bytes, self.state_bytes, self.saved_bytes)
+            for count in (
+                self.peak_bytes,
+                self.state_bytes,
+                self.optimizer_bytes,
+                max(self.active_bytes, self.saved_bytes),
+                self.saved_bytes,
+            )
         )
         return (
             f"{peak} MiB on a device: {state} of parameters, buffers and gradients, "
-            f"{saved} saved by up to {self.num_live} microbatches"
+            f"{optimizer} of optimizers, {active} in programs and between them, where "
+            f"up to {self.num_live} microbatches saved {saved}"
         )
 
 
@@ -79,6 +100,7 @@ class Shelf:
 
     Attributes:
         most_bytes: The most bytes that lay here since the last `clear`.
+        most_active_bytes: The most while a program ran, with what it took.
         most_live: The most microbatches that waited for their backward.
     """
 
@@ -99,8 +121,8 @@ class Shelf:
         """Drop everything and count anew."""
         self._values.clear()
         self._bytes.clear()
-        self._total = self._num_live = 0
-        self.most_bytes = self.most_live = 0
+        self._total = self._taken = self._num_live = 0
+        self.most_bytes = self.most_active_bytes = self.most_live = 0
 
     def put(
         self, kind: Kind, microbatch: int, values: dict[str, Tensor], sizes: Sizes
@@ -119,11 +141,40 @@ class Shelf:
         return (kind, microbatch) in self._values
 
     def take(self, kind: Kind, microbatch: int) -> dict[str, Tensor]:
-        """Hand values out; they are kept no more."""
+        """Hand values out; they are kept no more, but for the next program."""
         key = (kind, microbatch)
-        self._total -= self._bytes.pop(key)
+        num_bytes = self._bytes.pop(key)
+        self._total -= num_bytes
+        self._taken += num_bytes
         self._num_live -= kind == "saved"
         return self._values.pop(key)
+
+    def note_run(self, extra_bytes: int) -> None:
+        """Count a program that reads what was taken since the last one.
+
+        Args:
+            extra_bytes: What it needs of its own on a device.
+        """
+        active = self._total + self._taken + extra_bytes
+        self.most_active_bytes = max(self.most_active_bytes, active)
+        self._taken = 0
+
+
+def optimizer_bytes(parameters: Iterable[Tensor]) -> int:
+    """Return what all optimizers of this process keep for parameters on one device.
+
+    Looks at every object of the process for that, which takes a tenth of a second.
+    """
+    optimizers = [x for x in gc.get_objects() if issubclass(type(x), Optimizer)]
+    kept = [
+        value
+        for parameter in parameters
+        for optimizer in optimizers
+        if parameter in optimizer.state
+        for value in tree_leaves(optimizer.state[parameter])
+    ]
+    on_device = [x for x in kept if isinstance(x, Tensor) and x.device.type == "xla"]
+    return sum(device_bytes(on_device))
 
 
 def device_bytes(tensors: list[Tensor]) -> list[int]:

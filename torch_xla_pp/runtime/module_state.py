@@ -69,7 +69,7 @@ class ModuleState:
         self._unloaded = set(unwritten(module))
         self._move()
         self._states = {name: _state_of(t) for name, t in _named_tensors(module)}
-        self._sum_bytes = 0
+        self._sum_bytes = self._given_bytes = 0
         # Weights that are used in another layout: made once a step, or each time.
         used = self._used_partitions()
         is_once = placement.rules is not None and placement.rules.gather_once
@@ -81,14 +81,12 @@ class ModuleState:
     def num_bytes(self) -> int:
         """Return the bytes of parameters, buffers and gradients on one device.
 
-        Copies that the last step gathered count, and its sums of gradients, if these
-        took more than the gradients do.
+        Copies that the last step gathered count, its sums of gradients, and gradients
+        that parameters had already, which stay until the step is done.
         """
-        values = list(self.fixed.values())
-        grads = [value.grad for value in values if value.grad is not None]
-        grad_bytes = sum(device_bytes([*grads, *self._sums.values()]))
-        state_bytes = sum(device_bytes(values)) + self.gathered.num_bytes
-        return state_bytes + max(grad_bytes, self._sum_bytes)
+        values = device_bytes([*self.fixed.values()])
+        sums = self._given_bytes + self._sum_bytes
+        return sum(values) + self.gathered.num_bytes + sums
 
     def shardings(self) -> dict[str, xla_compat.OpSharding]:
         """Return the sharding of every parameter and buffer, by role."""
@@ -145,6 +143,7 @@ class ModuleState:
         self._check_shardings()
         self.gathered.drop()
         self._sums = {}
+        self._sum_bytes, self._given_bytes = 0, sum(device_bytes(grads))
         self._before = {r: v for r, v in self.fixed.items() if r.startswith("buffer:")}
 
     def roll_back(self) -> None:

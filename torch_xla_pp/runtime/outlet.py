@@ -1,5 +1,10 @@
-"""The outputs that a schedule gets of the last stage, and the gradients for them."""
+"""The outputs that a schedule gets of the last stage, and the gradients for them.
 
+Law: an output that nobody is to return lives until its loss is known, and no longer.
+A schedule still has it in a local variable then, so it is emptied.
+"""
+
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +14,7 @@ from torch import Tensor
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import tangent
 from torch_xla_pp.mesh import TensorSpec
-from torch_xla_pp.runtime.memory import Shelf
+from torch_xla_pp.runtime.memory import Kind, Shelf
 from torch_xla_pp.runtime.placement import Placement
 from torch_xla_pp.runtime.plan import Variant
 from torch_xla_pp.runtime.torch_compat import Schedule, grad_scale
@@ -21,11 +26,15 @@ class Outlet:
     Args:
         placement: The devices of this rank.
         shelf: Where microbatches wait.
+
+    Attributes:
+        is_wanted: Whether the schedule returns the outputs at the end of this step.
     """
 
     def __init__(self, placement: Placement, shelf: Shelf) -> None:
         self._placement = placement
         self._shelf = shelf
+        self.is_wanted = True
         # Microbatch → what its loss may be computed from.
         self._leaves: dict[int, list[Tensor]] = {}
 
@@ -39,55 +48,101 @@ class Outlet:
         microbatch: int,
         outputs: Mapping[int, Tensor],
         *,
+        is_scored: bool,
         is_trained: bool,
     ) -> tuple[Any, Any]:
         """Keep the outputs of a forward.
 
+        Args:
+            variant: Says what they look like.
+            microbatch: Index of the microbatch.
+            outputs: Its outputs, by index.
+            is_scored: Whether its loss will be computed.
+            is_trained: Whether it has a backward.
+
         Returns:
-            The output for the end of the step, and that for now: if it is trained,
-            its tensors are leaves that a loss may be computed from.
+            The output for the end of the step if it is wanted, and that for now, whose
+            tensors are leaves.
         """
         template = variant.programs.output_template
-        values = [outputs[index].detach() for index in range(len(outputs))]
-        kept = template.fill(values)
-        named = {f"output:{i}": value for i, value in enumerate(values)}
-        self._shelf.put("output", microbatch, named, variant.sizes)
-        if not is_trained:
-            return kept, kept
-        self._leaves[microbatch] = [
-            value.detach().requires_grad_(spec.requires_grad)
+        values = [outputs[index] for index in range(len(outputs))]
+        leaves = [
+            value.detach().requires_grad_(is_trained and spec.requires_grad)
             for value, spec in zip(values, variant.outputs, strict=True)
         ]
-        return kept, template.fill(self._leaves[microbatch])
+        if is_scored:
+            self._leaves[microbatch] = leaves
+        if is_scored or self.is_wanted:
+            named = {f"output:{i}": value for i, value in enumerate(values)}
+            kind: Kind = "kept" if self.is_wanted else "output"
+            self._shelf.put(kind, microbatch, named, variant.sizes)
+        kept = [value.detach() for value in values] if self.is_wanted else None
+        return None if kept is None else template.fill(kept), template.fill(leaves)
 
     def put_grads(
         self, variant: Variant, microbatch: int, grads: Mapping[int, Tensor]
     ) -> None:
         """Keep the gradients that a compiled loss has computed, by output."""
+        leaves = self._leaves.pop(microbatch)
+        for leaf in [] if self.is_wanted else leaves:
+            leaf.data = self._nothing
         tangents = {tangent(index): grad for index, grad in grads.items()}
-        self._shelf.put("loss", microbatch, tangents, variant.sizes)
-        del self._leaves[microbatch]
+        self._replace_output(variant, microbatch, tangents)
+
+    def differentiate(
+        self, variant: Variant, microbatch: int, loss: Any, schedule: Schedule
+    ) -> Any:
+        """Keep the gradients of a loss that could not be compiled, if it is trained.
+
+        Args:
+            variant: Says what the outputs look like.
+            microbatch: Index of the microbatch.
+            loss: Its loss.
+            schedule: Says how to scale gradients.
+
+        Returns:
+            The loss, without the graph, which would keep the outputs.
+        """
+        leaves = self._leaves.pop(microbatch, [])
+        if not any(leaf.requires_grad for leaf in leaves):
+            self._replace_output(variant, microbatch, {})
+            return loss
+        scaled = loss * grad_scale(schedule)
+        found = self._differentiated(scaled, leaves, variant.outputs)
+        xla_compat.materialize([loss, *found.values()])
+        self._replace_output(variant, microbatch, found)
+        return loss.detach()
 
     def take_grads(
-        self, variant: Variant, microbatch: int, loss: Tensor | None, schedule: Schedule
+        self, variant: Variant, microbatch: int, loss: Any, schedule: Schedule
     ) -> dict[str, Tensor]:
         """Return the gradients of a loss; none where the stage is not the last one.
 
         Args:
             variant: Says what the outputs look like.
             microbatch: Index of the microbatch.
-            loss: Its loss, which is differentiated now unless it was compiled.
+            loss: Its loss, which is differentiated now if the schedule has computed it
+                in a way of its own.
             schedule: Says how to scale gradients.
         """
-        if self._shelf.has("loss", microbatch):
-            return self._shelf.take("loss", microbatch)
-        leaves = self._leaves.pop(microbatch, [])
-        if loss is None or not any(leaf.requires_grad for leaf in leaves):
+        if loss is not None and microbatch in self._leaves:
+            self.differentiate(variant, microbatch, loss, schedule)
+        if not self._shelf.has("loss", microbatch):
             return {}
-        scaled = loss * grad_scale(schedule)
-        found = self._differentiated(scaled, leaves, variant.outputs)
-        xla_compat.materialize([loss, *found.values()])
-        return found
+        return self._shelf.take("loss", microbatch)
+
+    def _replace_output(
+        self, variant: Variant, microbatch: int, tangents: dict[str, Tensor]
+    ) -> None:
+        """Keep gradients in the place of the output that they are for."""
+        if self._shelf.has("output", microbatch):
+            self._shelf.take("output", microbatch)
+        if tangents:
+            self._shelf.put("loss", microbatch, tangents, variant.sizes)
+
+    @functools.cached_property
+    def _nothing(self) -> Tensor:
+        return xla_compat.replicate(torch.zeros(0))
 
     def _differentiated(
         self, loss: Tensor, leaves: Sequence[Tensor], specs: Sequence[TensorSpec]

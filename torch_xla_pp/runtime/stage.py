@@ -50,7 +50,12 @@ from torch_xla_pp.runtime.groups import Groups
 from torch_xla_pp.runtime.handshake import Claim, StageClaim
 from torch_xla_pp.runtime.links import Ends, Links
 from torch_xla_pp.runtime.loss import StageLoss
-from torch_xla_pp.runtime.memory import Shelf, StageMemory, device_bytes
+from torch_xla_pp.runtime.memory import (
+    Shelf,
+    StageMemory,
+    device_bytes,
+    optimizer_bytes,
+)
 from torch_xla_pp.runtime.module_state import ModuleState
 from torch_xla_pp.runtime.orders import order_of
 from torch_xla_pp.runtime.outlet import Outlet
@@ -76,14 +81,17 @@ from torch_xla_pp.runtime.torch_compat import (
     Schedule,
     batch_of_step,
     calling_schedule,
+    drop_outputs,
     grad_scale,
     guard_step,
-    has_merge_spec,
     local_stages,
     loss_function,
     merge_outputs_as,
+    merge_outputs_by,
+    merge_spec,
     num_microbatches,
     set_loss_function,
+    wants_outputs,
 )
 from torch_xla_pp.schedule import Action, Kind, verify
 from torch_xla_pp.transport import Message, of_group
@@ -100,7 +108,7 @@ class _Drive:
     kinds: StepKinds
     ahead: StepsAhead
     wiring: Wiring
-    is_merge_given: bool
+    given_merge_spec: Any
     loss: StageLoss | None = None
     plans: dict[int, StagePlan] = field(default_factory=dict)
 
@@ -217,18 +225,24 @@ class XlaPipelineStage(SilentStage):
         self._num_steps = 0
 
     def peak_memory(self) -> StageMemory:
-        """Return what the stage held at most on one device in the last step."""
+        """Return what the stage held at most on one device in the last step.
+
+        Optimizers are looked for among all objects of the process, which takes a tenth
+        of a second.
+        """
         return StageMemory(
             num_live=self._shelf.most_live,
             saved_bytes=self._shelf.most_bytes,
             state_bytes=self._state.num_bytes,
+            active_bytes=self._shelf.most_active_bytes,
+            optimizer_bytes=optimizer_bytes(self.submod.parameters()),
         )
 
     def explain(self) -> Explanation:
         """Return what the stage costs on each device; print it to read it.
 
         Programs are those of the last step, known once it has begun. Their collectives
-        are counted in what XLA dumps, if `XLA_FLAGS` ask for that.
+        and products are counted in what XLA dumps, if `XLA_FLAGS` ask for that.
 
         Raises:
             PipelineError: No step has begun yet.
@@ -309,14 +323,19 @@ class XlaPipelineStage(SilentStage):
         with self._groups.reporting():
             self._groups.check()
         with self._reporting():
-            check_batch(batch_of_step())
+            check_batch(batch_of_step(schedule))
             self._drop_leftovers()
             self._num_done = 0
             self._num_steps += 1
             self._current = None
-            if schedule in self._drives and local_stages(schedule)[0] is self:
-                self._drives[schedule].kinds.begin_step()
-                self._drives[schedule].ahead.begin_step()
+            stages = local_stages(schedule)
+            if stages[0] is self:
+                is_wanted = wants_outputs(schedule)
+                for stage in stages:
+                    stage._outlet.is_wanted = is_wanted
+                if schedule in self._drives:
+                    self._drives[schedule].kinds.begin_step()
+                    self._drives[schedule].ahead.begin_step()
             self._exchange.settle()
             self._state.begin_step()
 
@@ -389,10 +408,8 @@ class XlaPipelineStage(SilentStage):
         for stage in stages:
             known = stage._drives.get(schedule)
             loss = stage._take_loss(schedule) if known is None else known.loss
-            is_given = (
-                has_merge_spec(schedule) if known is None else known.is_merge_given
-            )
-            stage._drives[schedule] = _Drive(kinds, ahead, wiring, is_given, loss)
+            given = merge_spec(schedule) if known is None else known.given_merge_spec
+            stage._drives[schedule] = _Drive(kinds, ahead, wiring, given, loss)
             stage._expect_messages(wiring)
 
     @property
@@ -445,8 +462,11 @@ class XlaPipelineStage(SilentStage):
         action = Action(stage=self.stage_index, kind="F", microbatch=microbatch)
         with recorded(self._recorder, action, is_rest=True) as marks:
             value, grads = loss(output, specs, target, plan.rows, marks)
-        if grads is not None and self.has_backward:
-            self._outlet.put_grads(variant, microbatch, grads)
+        self._shelf.note_run(loss.extra_bytes)
+        if grads is None:
+            driver = self._driver()
+            return self._outlet.differentiate(variant, microbatch, value, driver)
+        self._outlet.put_grads(variant, microbatch, grads)
         return value
 
     def _begin_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -497,11 +517,8 @@ class XlaPipelineStage(SilentStage):
         """Take up the plan for a kind of step."""
         drive = self._drives[self._driver()]
         self._current = plan
-        if self.is_last and not drive.is_merge_given:
-            variant = self._variant(plan)
-            shapes = [spec.shape for spec in variant.outputs]
-            template = variant.programs.output_template
-            merge_outputs_as(self._driver(), template, shapes)
+        if self.is_last:
+            self._choose_merge(self._driver(), drive.given_merge_spec, plan)
         if number in drive.plans:
             return
         drive.plans[number] = plan
@@ -513,6 +530,17 @@ class XlaPipelineStage(SilentStage):
                 self.stage_index,
                 len(drive.plans),
             )
+
+    def _choose_merge(self, schedule: Schedule, given: Any, plan: StagePlan) -> None:
+        """Let the schedule return the outputs of this step as it is to."""
+        if not self._outlet.is_wanted:
+            drop_outputs(schedule)
+        elif given is not None:
+            merge_outputs_by(schedule, given)
+        else:
+            variant = self._variant(plan)
+            shapes = [spec.shape for spec in variant.outputs]
+            merge_outputs_as(schedule, variant.programs.output_template, shapes)
 
     def _agree(
         self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -545,8 +573,8 @@ class XlaPipelineStage(SilentStage):
         """Receive, enqueue the forward of one microbatch, and send.
 
         Returns:
-            The output of the last stage, None of others; in a training step its tensors
-            are leaves that a loss may be computed from.
+            The output of the last stage, None of others. Its tensors are leaves that a
+            loss may be computed from, and empty when the compiled one has been.
         """
         with self._action("F", fwd_chunk_id) as marks:
             if self._current is None:
@@ -560,6 +588,8 @@ class XlaPipelineStage(SilentStage):
             programs = variant.programs
             run = programs.forward if self.has_backward else programs.inference
             result = run(self._state.values(), live, seed)
+            given_bytes = variant.sizes.total(live)
+            self._shelf.note_run(given_bytes + programs.extra_bytes)
             self._state.update_buffers(result.updates)
             if self.has_backward:
                 self._shelf.put("saved", fwd_chunk_id, result.live, variant.sizes)
@@ -592,9 +622,11 @@ class XlaPipelineStage(SilentStage):
             programs = variant.programs
             if full_backward:
                 grads, sums = programs.backward(self._fixed(programs), live)
+                self._shelf.note_run(programs.extra_bytes)
                 self._state.set_sums(sums)
             else:
                 grads, residual = programs.backward_input(self._state.values(), live)
+                self._shelf.note_run(programs.extra_bytes)
                 self._shelf.put("residual", bwd_chunk_id, residual, variant.sizes)
             variant.links.give_grads(bwd_chunk_id, grads)
             if full_backward:
@@ -612,6 +644,7 @@ class XlaPipelineStage(SilentStage):
             residual = {**self._shelf.take("residual", bwd_chunk_id), **marks}
             programs = variant.programs
             sums = programs.backward_weight(self._fixed(programs), residual)
+            self._shelf.note_run(programs.extra_bytes)
             self._state.set_sums(sums)
             self._count_done(plan)
 
@@ -649,9 +682,14 @@ class XlaPipelineStage(SilentStage):
         if not self.is_last:
             return None
         kept, given = self._outlet.keep(
-            variant, microbatch, outputs, is_trained=self.has_backward
+            variant,
+            microbatch,
+            outputs,
+            is_scored=self._drives[self._driver()].loss is not None,
+            is_trained=self.has_backward,
         )
-        self.output_chunks.append(kept)
+        if self._outlet.is_wanted:
+            self.output_chunks.append(kept)
         return given
 
     def _tangents(

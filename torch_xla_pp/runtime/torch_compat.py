@@ -4,11 +4,12 @@ And of torch's profiler.
 """
 
 import contextlib
+import dis
 import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -40,16 +41,18 @@ __all__ = [
     "begin_microbatches",
     "calling_schedule",
     "compute_loss",
+    "drop_outputs",
     "end_microbatches",
     "grad_scale",
     "guard_step",
-    "has_merge_spec",
     "has_backward",
     "is_profiling",
     "local_stages",
     "loss_function",
     "loss_of",
     "merge_outputs_as",
+    "merge_outputs_by",
+    "merge_spec",
     "move_factories_to",
     "num_microbatches",
     "num_stages",
@@ -58,6 +61,7 @@ __all__ = [
     "set_loss_function",
     "set_order",
     "trace_and_split",
+    "wants_outputs",
 ]
 
 StageBase = _PipelineStageBase
@@ -84,21 +88,13 @@ def calling_schedule() -> Schedule | None:
     return None
 
 
-def batch_of_step() -> list[Any]:
-    """Return the leaves of what the running step of a schedule was given.
-
-    Its arguments and its target, which the schedule is about to cut.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        names = frame.f_locals
-        if frame.f_code.co_name == "step" and isinstance(
-            names.get("self"), _PipelineSchedule
-        ):
-            given = (names.get("args"), names.get("kwargs"), names.get("target"))
-            return pytree.tree_leaves(given)
-        frame = frame.f_back
-    return []
+def batch_of_step(schedule: Schedule) -> list[Any]:
+    """Return the leaves of what a schedule is about to cut: arguments and target."""
+    frame = _frame_of_step(schedule)
+    if frame is None:
+        return []
+    names = ("args", "kwargs", "target")
+    return pytree.tree_leaves([frame.f_locals.get(name) for name in names])
 
 
 def guard_step(
@@ -170,9 +166,81 @@ def set_loss_function(schedule: Schedule, function: Callable[[Any, Any], Any]) -
     schedule._loss_fn = function
 
 
-def has_merge_spec(schedule: Schedule) -> bool:
-    """Return whether `schedule` was told how to merge the outputs of microbatches."""
-    return schedule._output_merge_spec is not None
+def wants_outputs(schedule: Schedule) -> bool:
+    """Return whether the running `step` or `eval` is to return the outputs.
+
+    Newer torch has an argument `return_outputs`; torch 2.9 takes it for one of the
+    model's, so it is taken out of these. Where it is not given, the outputs are wanted
+    unless the statement that called does nothing with them. Call it at the start of a
+    step, once. This can go when upstream tells stages.
+    """
+    frame = _frame_of_step(schedule)
+    if frame is None:
+        return True
+    wanted = frame.f_locals.get("kwargs", {}).pop("return_outputs", None)
+    if wanted is not None:
+        return bool(wanted)
+    caller = _caller(frame)
+    if caller is not None and _is_call(caller, schedule, "eval"):
+        caller = caller.f_back
+    return caller is None or not _is_discarded(caller.f_code, caller.f_lasti)
+
+
+def _frame_of_step(schedule: Schedule) -> FrameType | None:
+    """Return the frame of the running step of a schedule."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_call(frame, schedule, "step"):
+        frame = frame.f_back
+    return frame
+
+
+def _caller(frame: FrameType) -> FrameType | None:
+    """Return the caller of a frame, past `guard_step`'s."""
+    caller = frame.f_back
+    while caller is not None and caller.f_globals.get("__name__") == __name__:
+        caller = caller.f_back
+    return caller
+
+
+def _is_call(frame: FrameType, schedule: Schedule, method: str) -> bool:
+    """Return whether a frame is that of upstream's method of a schedule."""
+    code = frame.f_code
+    is_upstream = frame.f_globals.get("__name__") == _PipelineSchedule.__module__
+    return (
+        is_upstream
+        and code.co_name == method
+        and frame.f_locals.get("self") is schedule
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _is_discarded(code: CodeType, call: int) -> bool:
+    """Return whether the value of a call in `code` is dropped where it is returned.
+
+    Args:
+        code: The caller's.
+        call: Offset of the instruction that calls.
+    """
+    following = {x.offset: x for x in dis.get_instructions(code) if x.offset > call}
+    found = following.get(min(following, default=0))
+    while found is not None and found.opname == "JUMP_FORWARD":
+        found = following.get(found.argval)
+    return found is not None and found.opname == "POP_TOP"
+
+
+def merge_spec(schedule: Schedule) -> Any:
+    """Return how `schedule` merges the outputs of microbatches, None if by default."""
+    return schedule._output_merge_spec
+
+
+def merge_outputs_by(schedule: Schedule, spec: Any) -> None:
+    """Let `schedule` merge the outputs of microbatches by a spec of upstream's."""
+    schedule._output_merge_spec = spec
+
+
+def drop_outputs(schedule: Schedule) -> None:
+    """Let `schedule` return None for the outputs, of which it gets none."""
+    schedule._output_merge_spec = _CustomReducer(None, _append)  # type: ignore[no-untyped-call, assignment]
 
 
 def merge_outputs_as(
@@ -190,9 +258,8 @@ def merge_outputs_as(
     """
     whole = TensorChunkSpec(0)  # type: ignore[no-untyped-call]
     stacked = _CustomReducer(None, _append)  # type: ignore[no-untyped-call]
-    schedule._output_merge_spec = template.fill(
-        [whole if shape else stacked for shape in shapes]
-    )
+    spec = template.fill([whole if shape else stacked for shape in shapes])
+    merge_outputs_by(schedule, spec)
 
 
 def _append(values: torch.Tensor | None, scalar: torch.Tensor) -> torch.Tensor:
