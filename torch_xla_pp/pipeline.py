@@ -24,6 +24,7 @@ from torch_xla_pp.graph import (
     describe,
     finish,
     indexing_by_tensors,
+    keep_parameters,
     parameter_names,
     prepare,
     record_resets,
@@ -54,6 +55,7 @@ class Pipe(_TracedPipe):
     Args:
         traced: The traced and split model; this object takes it over.
         prepared: What was found out about the model before it was split.
+        model: The model that was traced; stages have its parameters.
         names: All names of each parameter of the model.
         activations: What of `AxisRules.activations` the trace has.
 
@@ -66,6 +68,7 @@ class Pipe(_TracedPipe):
         self,
         traced: _TracedPipe,
         prepared: Prepared,
+        model: nn.Module,
         names: Sequence[tuple[str, ...]],
         activations: Mapping[str, LogicalAxes],
     ) -> None:
@@ -80,6 +83,7 @@ class Pipe(_TracedPipe):
         self.replicated_params = traced.replicated_params
         for index in range(self.num_stages):
             tie_parameters(names, self.get_stage_module(index))
+            keep_parameters(model, self.get_stage_module(index))
         self.stage_graph = describe(self.split_gm, prepared.names, names)
         dump("stage_graph.txt", self.stage_graph.__str__)
 
@@ -247,7 +251,7 @@ def pipeline(
         mb_args, mb_kwargs = faked((mb_args, mb_kwargs))
         split = trace_and_split(module, mb_args, mb_kwargs, split_spec or {}, policy)
     back_to_meta(split.split_gm)
-    return Pipe(split, prepared[-1], names, activations)
+    return Pipe(split, prepared[-1], module, names, activations)
 
 
 def _check_activations(

@@ -190,7 +190,7 @@ class Program:
             tokens.append(values[TOKEN])
         for name, parts in self._parts.items():
             values[name] = reduce(operator.add, [values[part] for part in parts])
-        results = self._run(values)
+        results = _computed(self._run(values))
         values |= zip(self.function.outputs, results, strict=True)
         for name, sharding in self._pins.items():
             xla_compat.annotate(values[name], sharding)
@@ -273,6 +273,15 @@ class Program:
 def _shardings(tensors: Sequence[Tensor]) -> list[str]:
     """Return sharding texts, no annotation counted as replicated."""
     return [text or _REPLICATED for text in xla_compat.sharding_texts(tensors)]
+
+
+def _computed(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Let a program return what is an argument as it is, such as a cast to itself."""
+    pending = xla_compat.are_pending(outputs)
+    return [
+        value if is_pending else value.clone()
+        for value, is_pending in zip(outputs, pending, strict=True)
+    ]
 
 
 def _distinct(args: list[Tensor]) -> list[Tensor]:

@@ -22,6 +22,7 @@ from torch_xla_pp.graph.prepare import Prepared, prepare
 from torch_xla_pp.graph.record import value_of
 from torch_xla_pp.graph.split import (
     check_split_spec,
+    keep_parameters,
     parameter_names,
     tie_parameters,
     untied,
@@ -58,6 +59,7 @@ __all__ = [
     "lacking",
     "materialize",
     "indexing_by_tensors",
+    "keep_parameters",
     "parameter_names",
     "pipeline_yield",
     "prepare",

@@ -35,6 +35,7 @@ from torch_xla_pp.mesh import (
 )
 from torch_xla_pp.plan import InputsFrom, StageInputs, Value, Wiring
 from torch_xla_pp.runtime import handshake
+from torch_xla_pp.runtime.captured import Captured
 from torch_xla_pp.runtime.checks import (
     check_device,
     check_index,
@@ -66,7 +67,11 @@ from torch_xla_pp.runtime.replicas import (
     agree_on_replicas,
     group_of_replicas,
 )
-from torch_xla_pp.runtime.shared import SharedParameters
+from torch_xla_pp.runtime.shared import (
+    SharedParameters,
+    check_separate,
+    separated,
+)
 from torch_xla_pp.runtime.silent_stage import SilentStage
 from torch_xla_pp.runtime.step_kinds import StepKinds
 from torch_xla_pp.runtime.torch_compat import (
@@ -97,6 +102,7 @@ class _Drive:
     is_merge_given: bool
     loss: StageLoss | None = None
     plans: dict[int, StagePlan] = field(default_factory=dict)
+    num_variants: int = 0
 
 
 class XlaPipelineStage(SilentStage):
@@ -168,12 +174,14 @@ class XlaPipelineStage(SilentStage):
             self._placement = Placement(mesh, batch_axis, rules)
             # Before parameters have a new life on the device.
             self._patterns = matched_patterns(rules, submodule, whole_model)
+            mirrors = separated(submodule, tied or {})
             self._state = ModuleState(
                 submodule,
                 self._placement,
                 {} if sharding is None else sharding,
                 whole_model,
             )
+            self._mirrors = mirrors
             self._exchange = Exchange(self._pg)
             self._shared = SharedParameters(
                 stage_index, submodule, tied or {}, self._exchange
@@ -199,7 +207,8 @@ class XlaPipelineStage(SilentStage):
         self._drives: WeakKeyDictionary[Schedule, _Drive] = WeakKeyDictionary()
         self._schedule: Schedule | None = None
         self._current: StagePlan | None = None
-        self._mode = Mode.of(submodule)
+        self._captured = Captured(submodule)
+        self._mode = Mode.of(self._captured)
         self._shelf = Shelf()
         self._outlet = Outlet(self._placement, self._shelf)
         self._recorder: StepRecorder | None = None
@@ -305,6 +314,8 @@ class XlaPipelineStage(SilentStage):
             if schedule in self._drives and local_stages(schedule)[0] is self:
                 self._drives[schedule].kinds.begin_step()
             self._exchange.settle()
+            for mirror in self._mirrors:
+                mirror.follow()
             self._state.begin_step()
 
     def _drop_leftovers(self) -> None:
@@ -341,6 +352,7 @@ class XlaPipelineStage(SilentStage):
         return ()
 
     def _claim(self, schedule: Schedule, stages: Sequence[Any]) -> None:
+        check_separate({stage.stage_index: stage.submod for stage in stages})
         order = order_of(schedule)
         claim = Claim(
             stages=tuple(stage._claim_of_stage() for stage in stages),
@@ -463,7 +475,7 @@ class XlaPipelineStage(SilentStage):
         drive = self._drives[self._driver()]
         if drive.loss is not None:
             drive.loss.begin_step()
-        self._mode = Mode.of(self.submod)
+        self._mode = Mode.of(self._captured)
         if self.is_first:
             signature, _ = Signature.of(args, kwargs)
             drive.kinds.announce((signature, self._mode))
@@ -476,22 +488,31 @@ class XlaPipelineStage(SilentStage):
         """Take up the plan for a kind of step."""
         drive = self._drives[self._driver()]
         self._current = plan
+        variant = self._variant(plan)
+        if variant.lacking and self.has_backward:
+            raise PipelineError(
+                f"stage {self.stage_index}: its outputs need gradients now, but later "
+                "stages were told that they do not. Make a new schedule on every rank "
+                "after requires_grad was changed."
+            )
         if self.is_last and not drive.is_merge_given:
-            variant = self._variant(plan)
             shapes = [spec.shape for spec in variant.outputs]
             template = variant.programs.output_template
             merge_outputs_as(self._driver(), template, shapes)
-        if number in drive.plans:
-            return
         drive.plans[number] = plan
-        if len(drive.plans) > _MANY_PLANS:
+        variants = [known for p in drive.plans.values() for known in p.variants]
+        count = len(set(map(id, variants)))
+        if count > max(_MANY_PLANS, drive.num_variants):
             _logger.warning(
                 "stage %d: programs for %d kinds of steps (shapes, other arguments, "
-                "training mode, autocast, hooks) are compiled and kept. Each new one "
-                "costs a compilation: pad batches to few shapes.",
+                "autocast, and training mode, hooks, requires_grad, numbers and all "
+                "else that forward reads) are compiled and kept. Each new one costs a "
+                "compilation: pad batches to few shapes, and keep what changes often "
+                "in buffers.",
                 self.stage_index,
-                len(drive.plans),
+                count,
             )
+        drive.num_variants = count
 
     def _agree(
         self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -499,6 +520,10 @@ class XlaPipelineStage(SilentStage):
         """Take the offers of earlier stages, and make one to later ones."""
         count = num_microbatches(self._driver())
         plan = self._planning.plan(key, self._wiring, count, args, kwargs)
+        for known in self._drives[self._driver()].plans.values():
+            if plan.is_like(known):
+                plan.share(known)
+                break
         variant = self._variant(plan)
         if not self.is_last:
             self._planning.offer(key, plan, variant)
@@ -511,7 +536,9 @@ class XlaPipelineStage(SilentStage):
             ends = Ends(me, plan.values, plan.received, outputs, fans, plan.tilings)
             return Links(ends, self._exchange, self._placement)
 
-        return plan.variant(self._mode, self.submod, self._placement, self._state, link)
+        return plan.variant(
+            self._mode, self._captured, self.submod, self._placement, self._state, link
+        )
 
     # Actions.
 
