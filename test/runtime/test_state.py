@@ -234,7 +234,7 @@ def train_twice(make: Callable[[], nn.Module]) -> dict[str, float]:
 def test_a_forward_that_counts_is_refused(worlds: Worlds) -> None:
     text = r"leaves Python values as they are, got changes: calls: \d+ -> \d+"
     with pytest.raises(WorldsFailed, match=text):
-        worlds.run(train_twice, ranks=1, args=(Counting,))
+        worlds.run(train_twice, ranks=1, args=(Counting,), keep_workers=True)
 
 
 def test_a_forward_may_keep_what_it_first_computes(worlds: Worlds) -> None:
@@ -270,6 +270,6 @@ def change_alone(what: str) -> None:
 def test_what_other_stages_must_know_is_refused_by_name(worlds: Worlds) -> None:
     text = "stage 1: .* expected 1 random operations, .* got 0"
     with pytest.raises(WorldsFailed, match=text):
-        worlds.run(change_alone, ranks=3, args=("p",))
+        worlds.run(change_alone, ranks=3, args=("p",), keep_workers=True)
     with pytest.raises(WorldsFailed, match="stage 1: its outputs need gradients now"):
-        worlds.run(change_alone, ranks=3, args=("thaw",))
+        worlds.run(change_alone, ranks=3, args=("thaw",), keep_workers=True)

@@ -18,6 +18,17 @@ from torch_xla_pp.graph.materialize import (
     record_resets,
     unwritten,
 )
+from torch_xla_pp.graph.modes import (
+    OtherMode,
+    add_mode,
+    begin_modes,
+    follow_mode,
+    for_each_mode,
+    has_mixed_mode,
+    in_mode,
+    reads_training,
+    refuse_modes,
+)
 from torch_xla_pp.graph.prepare import Prepared, prepare
 from torch_xla_pp.graph.record import value_of
 from torch_xla_pp.graph.split import (
@@ -40,6 +51,7 @@ from torch_xla_pp.graph.vmaps import indexing_by_tensors
 
 __all__ = [
     "SHARD",
+    "OtherMode",
     "Prepared",
     "SharedParameter",
     "Slot",
@@ -49,13 +61,19 @@ __all__ = [
     "StageGraph",
     "StageValue",
     "Template",
+    "add_mode",
     "as_on_host",
     "axes_of",
     "back_to_meta",
+    "begin_modes",
     "check_split_spec",
     "deferred_init",
     "describe",
     "finish",
+    "follow_mode",
+    "for_each_mode",
+    "has_mixed_mode",
+    "in_mode",
     "lacking",
     "materialize",
     "indexing_by_tensors",
@@ -64,7 +82,9 @@ __all__ = [
     "pipeline_yield",
     "prepare",
     "mapped_as",
+    "reads_training",
     "record_resets",
+    "refuse_modes",
     "shard",
     "shard_in_graph",
     "sharding_outputs",

@@ -16,16 +16,21 @@ Not seen are: changes inside of objects that are none of these, such as open fil
 globals of functions that no followed one names.
 """
 
+import re
 import sysconfig
 from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from operator import is_, itemgetter
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+
+from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.graph import OtherMode
 
 _NUMBERS = (int, float, complex, np.generic)
 _BY_VALUE = (*_NUMBERS, str, bytes, range, type(None), torch.dtype, torch.device)
@@ -50,7 +55,15 @@ _TORCH = ("torch", "torch_xla")
 _OPAQUE = (*_TORCH, "torch_xla_pp", "logging", "threading", "weakref")
 # What every module has.
 _BASE = frozenset(vars(nn.Module()))
+_BASE_OF_GRAPHS = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph())))
+_BASE_OF_GRAPHS |= {"_graph", "_code", "_lineno_map", "_prologue_start", "meta"}
+_BASE_OF_GRAPHS |= {"_in_spec", "_out_spec", "_codegen"}
 _MISSING = object()
+_NOTHING = (str, "nothing")
+# Values that a traced stage follows.
+_FOLLOWED = re.compile(r"(^|\.)(training|_code)$|^_forward")
+# Hooks of the parts of a traced stage are never called.
+_HOOK = "._forward"
 
 
 class _Same:
@@ -77,10 +90,11 @@ class Captured:
 
     Args:
         root: What is called.
+        is_kept: Whether it is kept alive; the state of one that is gone is its last.
     """
 
-    def __init__(self, root: Any) -> None:
-        self._root = root
+    def __init__(self, root: Any, *, is_kept: bool = True) -> None:
+        self._root = (lambda: root) if is_kept else ref(root)
         self._names = set(_ALWAYS_CALLED)
         self._watch: _Watch | None = None
         self._known: dict[frozenset[tuple[str, Any]], int] = {}
@@ -88,8 +102,13 @@ class Captured:
 
     def number(self) -> int:
         """Return the number of the present state, equal for equal states."""
+        root = self._root()
+        if root is None:
+            # What is watched may hold parts of it.
+            self._watch = None
+            return self._current
         if self._watch is None or not self._watch.is_same():
-            walk = _walked(self._root, self._names)
+            walk = _walked(root, self._names)
             self._watch = walk.watch
             self._current = self._known.setdefault(
                 frozenset(walk.findings), len(self._known)
@@ -98,15 +117,29 @@ class Captured:
 
     def difference(self, old: int, new: int) -> str:
         """Say what differs between two states, e.g. "drop.p: 0.1 -> 0.2"."""
+        return ", ".join(
+            f"{label}: {_shown(before)} -> {_shown(after)}"
+            for label, (before, after) in self._changes(old, new).items()
+        )
+
+    def values_changed(self, old: int, new: int) -> str:
+        """Say which numbers, texts and the like differ, save for `training`."""
+        return ", ".join(
+            f"{label}: {_shown(before)} -> {_shown(after)}"
+            for label, (before, after) in self._changes(old, new).items()
+            if not _FOLLOWED.search(label) and _is_value(before) and _is_value(after)
+        )
+
+    def hooks_changed(self, old: int, new: int) -> str:
+        """Say which parts have other hooks."""
+        return ", ".join(label for label in self._changes(old, new) if _HOOK in label)
+
+    def _changes(self, old: int, new: int) -> dict[str, tuple[Any, Any]]:
+        """Return label → what was found before and after."""
         states = list(self._known)
         before, after = dict(states[old]), dict(states[new])
         labels = sorted({label for label, _ in states[old] ^ states[new]})
-        nothing = "nothing"
-        return ", ".join(
-            f"{label}: {_shown(before.get(label, nothing))} -> "
-            f"{_shown(after.get(label, nothing))}"
-            for label in labels
-        )
+        return {x: (before.get(x, _NOTHING), after.get(x, _NOTHING)) for x in labels}
 
 
 def captured_by(root: Any) -> frozenset[tuple[str, Any]]:
@@ -121,6 +154,44 @@ def _walked(root: Any, names: set[str]) -> "_Walk":
         walk = _Walk(root, names)
         if len(names) == count:
             return walk
+
+
+class Baked:
+    """Know what a trace has built in of what is read from outside.
+
+    Args:
+        captured: Of the model that was traced, or of what the trace has made.
+        has_hooks: Whether hooks of parts are built in, too.
+    """
+
+    def __init__(self, captured: Captured, *, has_hooks: bool) -> None:
+        self._captured = captured
+        self._has_hooks = has_hooks
+        self._first = captured.number()
+
+    def check(self) -> None:
+        """Refuse changes since; takes some 50 µs.
+
+        Raises:
+            PipelineError: Numbers, flags or texts have changed, or hooks.
+        """
+        now = self._captured.number()
+        if now == self._first:
+            return
+        found = self._captured.values_changed(self._first, now)
+        if self._has_hooks:
+            found = found or self._captured.hooks_changed(self._first, now)
+        if found:
+            raise PipelineError(
+                "traced stage: expected what the model's forward reads to be as it was "
+                f"when it was traced, got changes: {found}. Call pipeline again, or "
+                "build the stage by hand, whose forward is traced for each change."
+            )
+
+
+def _is_value(found: Any) -> bool:
+    """Return whether a finding is a number, a text or the like, or nothing."""
+    return isinstance(found, tuple) and isinstance(found[0], type)
 
 
 def _shown(found: Any) -> str:
@@ -264,6 +335,9 @@ class _Walk:
         self._seen.add(id(value))
         self._kept.append(value)
         match value:
+            case OtherMode():
+                # What it holds are parts of a graph that the stage does not have now.
+                return
             case nn.Module():
                 self._visit_module(label, value)
             case dict():
@@ -272,7 +346,7 @@ class _Walk:
             case list() | set() | tuple() | frozenset():
                 if isinstance(value, (list, set)):
                     self.watch.add(value)
-                self.findings.append((f"len({label})", len(value)))
+                self.findings.append((f"len({label})", _exactly(len(value))))
                 self._add((f"{label}[{i}]", x) for i, x in enumerate(value))
             case FunctionType():
                 self._visit_function(label, value)
@@ -304,7 +378,10 @@ class _Walk:
         cls, held = type(module), vars(module)
         self.watch.add_module(module)
         self.findings.append((label, _Same(cls)))
-        is_torch = _is_torch(cls)
+        is_torch, is_graph = _is_torch(cls), isinstance(module, fx.GraphModule)
+        if is_graph:
+            self.watch.add_attribute(module, "_code")
+            self.findings.append((f"{dot}_code", _exactly(module.code)))
         if not is_torch:
             self._visit_class(cls)
         is_all = is_torch or not _DYNAMIC.isdisjoint(self._names)
@@ -321,7 +398,7 @@ class _Walk:
                 self._add((f"{dot}{name}[{i}]", hook) for i, hook in hooks)
             elif name in ("_parameters", "_buffers") or name in _READ_BY_MODULES:
                 self._add([(f"{dot}{name}", value)])
-            elif name in _BASE:
+            elif name in _BASE or (is_graph and name in _BASE_OF_GRAPHS):
                 continue
             elif is_all or name in self._names:
                 self._add([(f"{dot}{name}", value)])

@@ -25,7 +25,7 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import Remat, StagePrograms, check_remat, tangent
 from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PipelineError, StageShapeError
-from torch_xla_pp.graph import Template
+from torch_xla_pp.graph import Template, follow_mode
 from torch_xla_pp.mesh import (
     AxisRules,
     LogicalAxes,
@@ -35,7 +35,7 @@ from torch_xla_pp.mesh import (
 )
 from torch_xla_pp.plan import InputsFrom, StageInputs, Value, Wiring
 from torch_xla_pp.runtime import handshake
-from torch_xla_pp.runtime.captured import Captured
+from torch_xla_pp.runtime.captured import Baked, Captured
 from torch_xla_pp.runtime.checks import (
     check_device,
     check_index,
@@ -135,6 +135,7 @@ class XlaPipelineStage(SilentStage):
             the module takes is right.
         expected_outputs: What the outputs must look like, likewise.
         whole_model: Name → shape of what all stages have, None if that is not known.
+        baked: What the module, which is a trace, has built in; None if it is no trace.
 
     Raises:
         ValueError: An argument does not fit; raised on every rank in its first step
@@ -159,6 +160,7 @@ class XlaPipelineStage(SilentStage):
         expected_inputs: Sequence[Tensor] | None = None,
         expected_outputs: Sequence[Tensor] | None = None,
         whole_model: Mapping[str, tuple[int, ...]] | None = None,
+        baked: Baked | None = None,
     ) -> None:
         self._pg = of_group(group)
         with self._pg.rendezvous.reporting():
@@ -209,6 +211,8 @@ class XlaPipelineStage(SilentStage):
         self._current: StagePlan | None = None
         self._captured = Captured(submodule)
         self._mode = Mode.of(self._captured)
+        own = Baked(self._captured, has_hooks=True)
+        self._baked = [] if baked is None else [baked, own]
         self._shelf = Shelf()
         self._outlet = Outlet(self._placement, self._shelf)
         self._recorder: StepRecorder | None = None
@@ -475,6 +479,9 @@ class XlaPipelineStage(SilentStage):
         drive = self._drives[self._driver()]
         if drive.loss is not None:
             drive.loss.begin_step()
+        follow_mode(self.submod)
+        for baked in self._baked:
+            baked.check()
         self._mode = Mode.of(self._captured)
         if self.is_first:
             signature, _ = Signature.of(args, kwargs)

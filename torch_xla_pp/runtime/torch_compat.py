@@ -96,7 +96,7 @@ def take_value(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
     references, which tracing leaves. Its `grad` is None afterwards.
     """
     new = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
-    torch._C._swap_tensor_impl(parameter, new)  # type: ignore[attr-defined]
+    torch._C._swap_tensor_impl(parameter, new)
 
 
 def local_stages(schedule: Schedule) -> list[Any]:
