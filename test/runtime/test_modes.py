@@ -29,7 +29,7 @@ class Model(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH)
         # Drops nothing in either mode, so that results can be compared.
         self.drop = nn.Dropout(0.0)
-        self.alpha = 1.0
+        self.alpha, self.act = 1.0, F.relu
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.drop(self.first(x))) * self.alpha * FACTOR
@@ -69,6 +69,8 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 
 def two_stages(model: nn.Module) -> tuple[Any, Any, nn.Module]:
+    global FACTOR
+    FACTOR = 1.0  # workers are used again
     rank = join().rank()
     whole = copy.deepcopy(model)
     example = torch.zeros(ROWS // MICROBATCHES, WIDTH)
@@ -180,7 +182,7 @@ class Untraceable(Model):
 
 class Plain(Model):
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x) * self.alpha * FACTOR)
+        return self.second(self.act(self.first(x)) * self.alpha * FACTOR)
 
 
 def set_factor(_: Any, model: nn.Module) -> None:
@@ -196,13 +198,12 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
         "first"
     ).register_forward_hook(print),
     "alpha": lambda _, model: setattr(model, "alpha", 2.0),
+    "a function": lambda _, model: setattr(model, "act", F.silu),
     "a global": set_factor,
 }
 
 
 def change(make: Callable[[], nn.Module], what: str) -> None:
-    global FACTOR
-    FACTOR = 1.0
     model = make()
     stage, schedule, _ = two_stages(model)
     call(schedule.step, stage, 0)
@@ -220,6 +221,7 @@ def change(make: Callable[[], nn.Module], what: str) -> None:
         (Plain, "p", "got changes: first.p: nothing -> 0.5"),
         (Plain, "a hook", r"got changes: first._forward_hooks\[0\]"),
         (Plain, "alpha", "got changes: alpha: 1.0 -> 2.0. Call pipeline again"),
+        (Plain, "a function", "got changes: act: relu -> silu"),
         (Plain, "a global", "got changes: global FACTOR: 1.0 -> 2.0"),
     ],
 )

@@ -85,10 +85,17 @@ def train(frontend: str, when: str, is_tied: bool, ranks: int) -> dict[str, floa
     rank = join().rank()
     whole, model = made(when, is_tied)
     optimizer, expected_optimizer = optimizer_of(model), optimizer_of(whole)
+    if when == "with state":
+        for own, module in ((optimizer, model), (expected_optimizer, whole)):
+            module(torch.ones(1, WIDTH)).sum().backward()
+            own.step()
+            own.zero_grad()
     is_looped = is_tied or ranks == 1
     count = 2 * ranks if is_looped else ranks
     indices = [rank, count - 1 - rank] if is_looped else [rank]
     stages = stages_of(model, frontend, indices, count)
+    if when == "with state":
+        optimizer.load_state_dict(optimizer.state_dict())
     if when == "after":
         optimizer = optimizer_of(model)
     if when == "of stages":
@@ -138,6 +145,7 @@ def train(frontend: str, when: str, is_tied: bool, ranks: int) -> dict[str, floa
     [
         ("traced", "before", False, 2),
         ("traced", "after", False, 1),
+        ("traced", "with state", False, 1),
         ("traced", "on device", False, 1),
         ("traced", "deferred", False, 2),
         ("traced", "before", True, 1),

@@ -139,7 +139,7 @@ def _share_tensors(stage: nn.Module, name: str, part: nn.Module) -> None:
             if ours.setdefault(key, value) is not value:
                 raise PlanError(f"{name}.{key} has another value in this mode")
         setattr(part, attribute, ours)
-    own._non_persistent_buffers_set |= part._non_persistent_buffers_set  # type: ignore[operator,union-attr]
+    own._non_persistent_buffers_set |= part._non_persistent_buffers_set  # type: ignore[union-attr]
 
 
 def refuse_modes(stage: fx.GraphModule, reason: str) -> None:

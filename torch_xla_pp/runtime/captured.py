@@ -21,7 +21,14 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from operator import is_, itemgetter
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 from weakref import ref
 
@@ -61,7 +68,7 @@ _BASE_OF_GRAPHS |= {"_in_spec", "_out_spec", "_codegen"}
 _MISSING = object()
 _NOTHING = (str, "nothing")
 # Values that a traced stage follows.
-_FOLLOWED = re.compile(r"(^|\.)(training|_code)$|^_forward")
+_FOLLOWED = re.compile(r"(^|\.)(training|_code)$|_hooks\[")
 # Hooks of the parts of a traced stage are never called.
 _HOOK = "._forward"
 
@@ -123,7 +130,7 @@ class Captured:
         )
 
     def values_changed(self, old: int, new: int) -> str:
-        """Say which numbers, texts and the like differ, save for `training`."""
+        """Say which values and functions differ, save for `training` and hooks."""
         return ", ".join(
             f"{label}: {_shown(before)} -> {_shown(after)}"
             for label, (before, after) in self._changes(old, new).items()
@@ -190,11 +197,15 @@ class Baked:
 
 
 def _is_value(found: Any) -> bool:
-    """Return whether a finding is a number, a text or the like, or nothing."""
+    """Return whether a finding is a number, a text, a function or the like."""
+    if isinstance(found, _Same):
+        return isinstance(found.value, (CodeType, BuiltinFunctionType))
     return isinstance(found, tuple) and isinstance(found[0], type)
 
 
 def _shown(found: Any) -> str:
+    if isinstance(found, _Same) and isinstance(found.value, CodeType):
+        return found.value.co_name
     value = found[1] if isinstance(found, tuple) and len(found) == 2 else found
     return str(value)
 
