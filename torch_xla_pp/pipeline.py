@@ -16,17 +16,27 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_pp.compile import Remat, marking_checkpoints
 from torch_xla_pp.dump import dump
+from torch_xla_pp.errors import PlanError
 from torch_xla_pp.graph import (
     Prepared,
+    add_mode,
     as_on_host,
     back_to_meta,
+    begin_modes,
     check_split_spec,
     describe,
     finish,
+    follow_mode,
+    for_each_mode,
+    has_mixed_mode,
+    in_mode,
     indexing_by_tensors,
+    keep_parameters,
     parameter_names,
     prepare,
+    reads_training,
     record_resets,
+    refuse_modes,
     sharding_outputs,
     tie_parameters,
     untied,
@@ -35,6 +45,8 @@ from torch_xla_pp.mesh import AxisRules, LogicalAxes, Sharding, unmatched
 from torch_xla_pp.plan import SourceLike, StageInputs
 from torch_xla_pp.runtime import (
     SPLIT_MARK,
+    Baked,
+    Captured,
     XlaPipelineStage,
     check_plain_module,
     move_factories_to,
@@ -55,6 +67,7 @@ class Pipe(_TracedPipe):
     Args:
         traced: The traced and split model; this object takes it over.
         prepared: What was found out about the model before it was split.
+        model: The model that was traced; stages have its parameters.
         names: All names of each parameter of the model.
         activations: What of `AxisRules.activations` the trace has.
 
@@ -67,10 +80,12 @@ class Pipe(_TracedPipe):
         self,
         traced: _TracedPipe,
         prepared: Prepared,
+        model: nn.Module,
         names: Sequence[tuple[str, ...]],
         activations: Mapping[str, LogicalAxes],
     ) -> None:
         self._activations = activations
+        self._baked: Baked | None = None
         finish(traced.split_gm, prepared)
         super().__init__(
             traced.split_gm,
@@ -81,8 +96,8 @@ class Pipe(_TracedPipe):
         self.replicated_params = traced.replicated_params
         for index in range(self.num_stages):
             tie_parameters(names, self.get_stage_module(index))
+            keep_parameters(model, self.get_stage_module(index))
         self.stage_graph = describe(self.split_gm, prepared.names, names)
-        dump("stage_graph.txt", self.stage_graph.__str__)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Run all stages in this process, one after the other.
@@ -90,6 +105,8 @@ class Pipe(_TracedPipe):
         Takes what the model takes; returns the leaves of what the model returns, as
         upstream does.
         """
+        for index in range(self.num_stages):
+            follow_mode(self.get_stage_module(index))
         results: dict[int, Any] = {0: self.get_stage_module(0)(*args, **kwargs)}
         for index in range(1, self.num_stages):
             inputs = StageInputs.of(index, self._sources_of(index))
@@ -141,7 +158,7 @@ class Pipe(_TracedPipe):
         expected, sources, tied = None, None, None
         if 0 <= stage_index < self.num_stages:
             module = self.get_stage_module(stage_index)
-            move_factories_to(module, device)
+            for_each_mode(module, lambda module: move_factories_to(module, device))
             expected = _traced_inputs(module)
             sources = self._sources_of(stage_index)
             tied = self.stage_graph.shared_of(stage_index)
@@ -160,6 +177,7 @@ class Pipe(_TracedPipe):
             replicas=replicas,
             expected_inputs=expected,
             whole_model=shapes,
+            baked=self._baked,
         )
         if expected is not None:
             self._lay_out(stage)
@@ -234,6 +252,61 @@ def pipeline(
     activations = dict(activations or {})
     _check_activations(module, activations)
     record_resets(module)
+    pipe = _traced(module, mb_args, mb_kwargs, split_spec, split_policy, activations)
+    is_switched = reads_training(module)
+    for stage in _stage_modules(pipe):
+        begin_modes(stage, module, is_switched=is_switched)
+    missing = (True, False) if has_mixed_mode(module) else (not module.training,)
+    for training in missing if is_switched else ():
+        try:
+            with in_mode(module, training):
+                other = _traced(
+                    module, mb_args, mb_kwargs, split_spec, split_policy, activations
+                )
+            _add_mode(pipe, other, training)
+        except Exception as error:
+            for stage in _stage_modules(pipe):
+                reason = (
+                    f"The model cannot be traced so: {type(error).__name__}: {error}"
+                )
+                refuse_modes(stage, reason)
+    dump("stage_graph.txt", pipe.stage_graph.__str__)
+    pipe._baked = Baked(Captured(module, is_kept=False), has_hooks=False)
+    return pipe
+
+
+def _stage_modules(pipe: Pipe) -> list[fx.GraphModule]:
+    modules = [pipe.get_stage_module(index) for index in range(pipe.num_stages)]
+    return [module for module in modules if isinstance(module, fx.GraphModule)]
+
+
+def _add_mode(pipe: Pipe, other: Pipe, training: bool) -> None:
+    """Let the stages of a pipe be those of another in another mode."""
+    if _interface(pipe) != _interface(other):
+        raise PlanError("in this mode other values go between the stages")
+    for stage, added in zip(_stage_modules(pipe), _stage_modules(other), strict=True):
+        add_mode(stage, added, training=training)
+
+
+def _interface(pipe: Pipe) -> tuple[Any, ...]:
+    """Return what stages take from each other and from outside."""
+    graph = pipe.stage_graph
+    values = [
+        [(value.shape, value.dtype) for value in (*stage.inputs, *stage.outputs)]
+        for stage in graph.stages
+    ]
+    return values, graph.edges, graph.shared
+
+
+def _traced(
+    module: nn.Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: dict[str, Any] | None,
+    split_spec: dict[str, SplitPoint] | None,
+    split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None,
+    activations: Mapping[str, LogicalAxes],
+) -> Pipe:
+    """Trace a model in its present mode and split it."""
     names = parameter_names(module)
     prepared: list[Prepared] = []
 
@@ -252,7 +325,7 @@ def pipeline(
         mb_args, mb_kwargs = faked((mb_args, mb_kwargs))
         split = trace_and_split(module, mb_args, mb_kwargs, split_spec or {}, policy)
     back_to_meta(split.split_gm)
-    return Pipe(split, prepared[-1], names, activations)
+    return Pipe(split, prepared[-1], module, names, activations)
 
 
 def _check_devices(module: nn.Module, example: Any) -> None:

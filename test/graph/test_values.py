@@ -236,8 +236,8 @@ def test_tied_parameters_are_recorded_by_group() -> None:
     copies = [
         pipe.get_stage_module(stage).get_parameter(name) for stage, name in shared.names
     ]
-    assert copies[0] is not copies[1]
-    torch.testing.assert_close(*copies)
+    # Each rank's stage has the model's own parameter.
+    assert all(copy is net.layers[0].weight for copy in copies)
     assert net.layers[0].weight is net.layers[1].weight
 
 

@@ -237,7 +237,7 @@ class _TensorsOnly(nn.Module):
         num_inputs = len(tensors) - len(self._captured)
         args, kwargs = self._arguments.fill(tensors[:num_inputs])
         captured = zip(self._captured, tensors[num_inputs:], strict=True)
-        with _Captures(captured) as captures:
+        with _without_leaks(self.module), _Captures(captured) as captures:
             result = _call(self.module, args, kwargs)
         traceback.current_meta.pop(_LINE, None)
         self.found = captures.found
@@ -246,6 +246,23 @@ class _TensorsOnly(nn.Module):
         return tuple(
             x.clone() if i in self._cloned else x for i, x in enumerate(outputs)
         )
+
+
+@contextlib.contextmanager
+def _without_leaks(module: nn.Module) -> Iterator[None]:
+    """Take back the tensors that a trace leaves in attributes: they have no values."""
+    before = [(vars(part), dict(vars(part))) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for held, old in before:
+            for name, value in list(held.items()):
+                if not isinstance(value, Tensor) or value is old.get(name):
+                    continue
+                if name in old:
+                    held[name] = old[name]
+                else:
+                    del held[name]
 
 
 def _check_constants(output: Template) -> None:

@@ -165,7 +165,9 @@ class StagePrograms:
         grads = {*self._input_grads.values()}
         sums = {*functions.parameter_grads.values()}
         # A backward of inputs alone receives for the rest of the backward, too.
+        # What no backward reads, as the stage is frozen, is received all the same.
         has_first = functions.backward_input is not None or bool(going_back)
+        has_first |= functions.backward_weight is None
         donated = [accumulator(role) for role in functions.parameter_grads]
         self._backward_weight = _program(
             functions.backward_weight,
@@ -180,7 +182,7 @@ class StagePrograms:
             functions.backward_input,
             pins,
             tangents,
-            received=coming_back,
+            received=coming_back if has_first else (),
             sent=going_back,
             parts=parts,
             wanted=grads | _reads(self._backward_weight),
@@ -444,7 +446,7 @@ def _program(
 ) -> Program | None:
     """Make a program unless there is nothing for it to do."""
     has_passing = not {*border.names_of(received), *parts}.isdisjoint(wanted or ())
-    if function is None and not sent and not has_passing:
+    if function is None and not sent and not received and not has_passing:
         return None
     return Program(
         function or nothing("backward"),

@@ -113,6 +113,19 @@ def tie_parameters(groups: Iterable[tuple[str, ...]], stage: nn.Module) -> None:
         slot[key] = first.setdefault(group_of.get(plain, plain), parameter)
 
 
+def keep_parameters(module: nn.Module, stage: nn.Module) -> None:
+    """Let a stage have the parameters of the model themselves, not those of its trace.
+
+    An optimizer of the model's parameters then trains the stage's.
+    """
+    known = dict(module.named_parameters(remove_duplicate=False))
+    for name, _ in list(stage.named_parameters(remove_duplicate=False)):
+        plain = _CALL_NUMBER.sub("", name)
+        if plain in known:
+            slot, key = _slot(stage, name)
+            slot[key] = known[plain]
+
+
 def _list_calls_last(stage: nn.Module) -> None:
     """Let submodules come before their repeated calls, to give parameters names."""
     for module in stage.modules():

@@ -24,6 +24,7 @@ from torch_xla_pp.mesh import (
 from torch_xla_pp.runtime.gathered import GatheredWeights
 from torch_xla_pp.runtime.memory import Sizes, device_bytes
 from torch_xla_pp.runtime.placement import Placement
+from torch_xla_pp.runtime.torch_compat import take_value
 
 
 class ModuleState:
@@ -204,7 +205,8 @@ class ModuleState:
         From now on there is nothing to roll back.
         """
         for role, value in self.fixed.items():
-            if accumulator(role) in self._sums:
+            # Of a frozen one with copies elsewhere there may be a sum.
+            if accumulator(role) in self._sums and value.requires_grad:
                 value.grad = self._sums[accumulator(role)]
         self._sums = {}
         self.gathered.drop()
@@ -246,29 +248,33 @@ class ModuleState:
     def _move(self) -> None:
         """Put every tensor that is not on the device there, keeping ties."""
         moved: dict[int, Tensor] = {}
+        # One at a time: a tied parameter is on the device when it is met again.
         for prefix, module in self._module.named_modules():
             for slots in (module._parameters, module._buffers):
                 for key, value in slots.items():
                     if value is None or value.device.type == "xla":
                         continue
+                    name = f"{prefix}.{key}" if prefix else key
+                    if isinstance(value, nn.Parameter):
+                        self._move_parameter(name, value)
+                        continue
                     if id(value) not in moved:
-                        name = f"{prefix}.{key}" if prefix else key
-                        moved[id(value)] = self._moved(name, value)
+                        moved[id(value)] = self._uploaded(name, _host_value(value))
                     slots[key] = moved[id(value)]
         for name, value in _all_names(self._module):
             if not xla_compat.sharding_texts([value])[0] and name in self._partitions:
                 sharding = self._placement.sharding(self._partitions[name])
                 xla_compat.annotate(value, sharding)
 
-    def _moved(self, name: str, value: Tensor) -> Tensor:
-        """Return a tensor's value on the device, as parameter if it is one.
+    def _move_parameter(self, name: str, value: nn.Parameter) -> None:
+        """Put a parameter on the device; it stays the object that optimizers know.
 
         The host holds values that are made here one at a time.
         """
-        data = self._uploaded(name, _host_value(value))
-        if isinstance(value, nn.Parameter):
-            return nn.Parameter(data, requires_grad=value.requires_grad)
-        return data
+        grad = value.grad
+        take_value(value, self._uploaded(name, _host_value(value)))
+        if grad is not None:
+            value.grad = self._uploaded(name, grad)
 
     def _uploaded(self, name: str, value: Tensor) -> Tensor:
         """Return a value on the device; the user may still shard what no rule does."""

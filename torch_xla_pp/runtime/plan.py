@@ -5,8 +5,8 @@ to it as they are needed, one set per mode.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.graph import Template, sharding_outputs
 from torch_xla_pp.mesh import AxisRules, LogicalAxes, Partition, TensorSpec, Tiling
 from torch_xla_pp.plan import Fan, Value
+from torch_xla_pp.runtime.captured import Captured
 from torch_xla_pp.runtime.grad_groups import grouping_of
 from torch_xla_pp.runtime.links import Links
 from torch_xla_pp.runtime.memory import Sizes
@@ -73,25 +74,18 @@ class Mode(NamedTuple):
     """State what changes a module's forward besides its inputs.
 
     Attributes:
-        training: Whether the module is in training mode.
+        state: Number of the Python values that it reads, see `Captured`: training
+            mode, hooks, numbers, `requires_grad` and more.
         autocast: The dtype of autocast, None where it is off.
-        hooks: The forward hooks of the module and of what is in it.
     """
 
-    training: bool
+    state: int
     autocast: torch.dtype | None
-    hooks: tuple[Any, ...]
 
     @classmethod
-    def of(cls, module: nn.Module) -> "Mode":
-        """Return the present mode."""
-        hooks = tuple(
-            hook
-            for submodule in module.modules()
-            for known in (submodule._forward_pre_hooks, submodule._forward_hooks)
-            for hook in known.values()
-        )
-        return cls(module.training, autocast_dtype(), hooks)
+    def of(cls, captured: Captured) -> "Mode":
+        """Return the present mode of a module."""
+        return cls(captured.number(), autocast_dtype())
 
 
 def autocast_dtype() -> torch.dtype | None:
@@ -109,6 +103,8 @@ class Variant(NamedTuple):
         links: What is exchanged with other stages.
         num_random: How many random operations the stage has.
         sizes: Bytes of the values that the programs exchange.
+        lacking: Outputs that need gradients which other stages do not give, as they
+            were told otherwise.
     """
 
     programs: StagePrograms
@@ -116,11 +112,27 @@ class Variant(NamedTuple):
     links: Links
     num_random: int
     sizes: Sizes
+    lacking: tuple[int, ...] = ()
+
+
+class _Offered(NamedTuple):
+    """Keep what other stages were told of the outputs of a stage."""
+
+    outputs: tuple[TensorSpec, ...]
+    template: Template
+    num_random: int
+
+
+_Variants: TypeAlias = dict[tuple[Mode, _Offered | None], Variant]
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class StagePlan:
-    """Hold what a stage agreed on for one schedule.
+    """Hold what a stage agreed on for one kind of step.
+
+    The stage's own mode may change without the other stages: there is a variant for
+    each. All variants make what the first one did, which other stages were told of;
+    an output that needs no gradient any more is still given one.
 
     Args:
         stage: Index of the stage.
@@ -136,6 +148,7 @@ class StagePlan:
         remat: Which forward values the backward computes again.
         given: Tensors that the schedule passes in.
         signature: What the schedule's arguments must look like.
+        is_last: Whether no stage comes after this one.
         expected_outputs: What the outputs must look like, None if anything goes.
         tilings: Stage → how what it takes and makes lies on its rank, of all stages;
             known once all have their plans.
@@ -154,10 +167,14 @@ class StagePlan:
     remat: Remat
     given: tuple[TensorSpec, ...]
     signature: Signature
+    is_last: bool
     expected_outputs: Sequence[Tensor] | None
     tilings: dict[int, Mapping[Value, Tiling]] = field(default_factory=dict)
     is_described: bool = False
-    _variants: dict[Mode, Variant] = field(default_factory=dict)
+    _offered: _Offered | None = None
+    _variants: _Variants = field(default_factory=dict)
+    _current: tuple[Mode, Variant] | None = None
+    _left_by_trace: int | None = None
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -169,6 +186,27 @@ class StagePlan:
         made = {Value(self.stage, slot): spec for slot, spec in enumerate(outputs)}
         return {**dict(zip(self.values, self.received, strict=True)), **made}
 
+    def is_like(self, other: "StagePlan") -> bool:
+        """Return whether the same programs do for another kind of step."""
+        return self._takes() == other._takes()
+
+    def _takes(self) -> tuple[Any, ...]:
+        return (
+            *(self.num_microbatches, self.rows, self.arguments, self.values),
+            *(self.received, self.given, self.signature, self.parameters, self.fans),
+        )
+
+    def share(self, other: "StagePlan") -> None:
+        """Use the programs of a plan that is like this one."""
+        self._variants = other._variants
+        self.tilings = other.tilings
+        self._left_by_trace = other._left_by_trace
+
+    @property
+    def variants(self) -> list[Variant]:
+        """Return the variants so far, of plans that share them, too."""
+        return list({id(x): x for x in self._variants.values()}.values())
+
     def takes(self, name: str) -> bool:
         """Return whether the schedule may pass in a keyword argument."""
         return self.parameters is None or name in self.parameters
@@ -176,6 +214,7 @@ class StagePlan:
     def variant(
         self,
         mode: Mode,
+        captured: Captured,
         module: nn.Module,
         placement: Placement,
         state: ModuleState,
@@ -185,6 +224,7 @@ class StagePlan:
 
         Args:
             mode: The mode, in which the module is now.
+            captured: What the module reads.
             module: The stage's module.
             placement: How its values lie on the devices.
             state: Its parameters and buffers.
@@ -192,39 +232,106 @@ class StagePlan:
 
         Raises:
             StageShapeError: The module cannot run on the inputs, or its outputs are
-                not what was declared.
+                not what was declared, or what other stages were told.
+            PipelineError: The module's forward changes what it reads.
             ValueError: A call of `shard` does not fit its value or the rules.
         """
-        if mode not in self._variants:
+        if self._current is not None and self._current[0] == mode:
+            return self._current[1]
+        key = mode, self._offered
+        if key not in self._variants:
             joint = self._export(module, placement.rules)
-            self._check_constraints(placement, joint)
-            outputs = tuple(
-                spec_of(
-                    value,
-                    placement.layout_of(axes, tuple(value.shape), self.rows),
-                    needs_grad,
-                    axes,
-                )
-                for (value, needs_grad), axes in zip(
-                    joint.example_outputs, joint.output_axes, strict=True
-                )
+            self._check_written(mode, captured)
+            self._variants[key] = self._made(joint, placement, state, link)
+        variant = self._variants[key]
+        if self._offered is None:
+            template = variant.programs.output_template
+            self._offered = _Offered(variant.outputs, template, variant.num_random)
+            self._variants[mode, self._offered] = variant
+        self._current = mode, variant
+        return variant
+
+    def _made(
+        self,
+        joint: JointGraph,
+        placement: Placement,
+        state: ModuleState,
+        link: Callable[[tuple[TensorSpec, ...], Template], Links],
+    ) -> Variant:
+        """Return what a trace of the module makes."""
+        self._check_constraints(placement, joint)
+        outputs = tuple(
+            spec_of(
+                value,
+                placement.layout_of(axes, tuple(value.shape), self.rows),
+                needs_grad,
+                axes,
             )
-            self._check_outputs(outputs)
-            links = link(outputs, joint.output_template)
-            programs = StagePrograms(
-                joint,
-                [placement.sharding(spec.partition) for spec in outputs],
-                [placement.sharding(spec.partition) for spec in self.inputs],
-                state.shardings(),
-                links.borders,
-                remat=self.remat,
-                constraints=state.constraints(),
-                grouping=grouping_of(placement, self.inputs, outputs, state.layouts()),
+            for (value, needs_grad), axes in zip(
+                joint.example_outputs, joint.output_axes, strict=True
             )
-            self._variants[mode] = Variant(
-                programs, outputs, links, joint.num_random, Sizes()
+        )
+        self._check_outputs(outputs)
+        found = _Offered(outputs, joint.output_template, joint.num_random)
+        told = outputs
+        if self._offered is not None and not self.is_last:
+            self._check_offered(self._offered, found)
+            told = self._offered.outputs
+        links = link(told, joint.output_template)
+        programs = StagePrograms(
+            joint,
+            [placement.sharding(spec.partition) for spec in outputs],
+            [placement.sharding(spec.partition) for spec in self.inputs],
+            state.shardings(),
+            links.borders,
+            remat=self.remat,
+            constraints=state.constraints(),
+            grouping=grouping_of(placement, self.inputs, outputs, state.layouts()),
+        )
+        lacking = tuple(
+            index
+            for index, (old, new) in enumerate(zip(told, outputs, strict=True))
+            if new.requires_grad and not old.requires_grad
+        )
+        return Variant(programs, told, links, joint.num_random, Sizes(), lacking)
+
+    def _check_offered(self, told: _Offered, found: _Offered) -> None:
+        """Refuse outputs that differ from those that other stages were told of."""
+        faults = []
+        if (old := list(map(_without_grad, told.outputs))) != (
+            new := list(map(_without_grad, found.outputs))
+        ) or told.template != found.template:
+            faults.append(
+                f"outputs {', '.join(map(str, old))}, got {', '.join(map(str, new))}"
             )
-        return self._variants[mode]
+        if told.num_random != found.num_random:
+            faults.append(
+                f"{told.num_random} random operations, by which those of later stages "
+                f"are numbered, got {found.num_random}"
+            )
+        if faults:
+            raise StageShapeError(
+                f"stage {self.stage}: what its forward makes has changed, but not the "
+                f"first stage, which says what kind of step comes: expected "
+                f"{' and '.join(faults)}. Change the mode of all stages, or make a new "
+                "schedule on every rank."
+            )
+
+    def _check_written(self, mode: Mode, captured: Captured) -> None:
+        """Refuse a forward that changes what it reads whenever it runs.
+
+        Once is accepted, for values that a module computes when it is first called.
+        """
+        state = captured.number()
+        if state == mode.state:
+            return
+        if mode.state == self._left_by_trace:
+            raise PipelineError(
+                f"stage {self.stage}: expected a forward that leaves Python values as "
+                f"they are, got changes: {captured.difference(mode.state, state)}. "
+                "Programs do not run Python: count in a buffer, or between steps."
+            )
+        self._left_by_trace = state
 
     def _check_constraints(self, placement: Placement, joint: JointGraph) -> None:
         faults = placement.constraint_faults(
@@ -273,6 +380,10 @@ class StagePlan:
                 f"stage {self.stage}: expected outputs {', '.join(expected)}, got "
                 f"{', '.join(got)}. Correct output_args or the module."
             )
+
+
+def _without_grad(spec: TensorSpec) -> TensorSpec:
+    return replace(spec, requires_grad=False)
 
 
 def spec_of(

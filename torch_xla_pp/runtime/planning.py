@@ -109,6 +109,7 @@ class StagePlanning:
             remat=self._remat,
             given=given,
             signature=signature,
+            is_last=self._stage == len(wiring.ranks) - 1,
             expected_outputs=self._expected_outputs,
         )
 

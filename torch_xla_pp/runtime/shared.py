@@ -6,11 +6,15 @@ up once a step (see `compile.shared`), so equal optimizers keep copies equal.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import SharedSums, accumulator
+from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.mesh import Tiling
 from torch_xla_pp.plan import Wiring
 from torch_xla_pp.runtime.exchange import Exchange
@@ -18,6 +22,96 @@ from torch_xla_pp.runtime.fingerprint import fingerprint
 from torch_xla_pp.runtime.module_state import ModuleState
 from torch_xla_pp.runtime.swap import Partner, Swap
 from torch_xla_pp.transport import Message, ShardLayout
+
+# An attribute of parameters.
+_HOLDER = "_torch_xla_pp_holder"
+
+
+class Mirror:
+    """Keep a parameter equal to one of another stage of this rank.
+
+    Two stages of a rank have an object each for what is one parameter of the model.
+    Optimizers of the stages' parameters train both alike; one of the model's parameters
+    trains the first alone.
+
+    Args:
+        copy: Takes over what is written to `source`, unless it was written to itself.
+        source: The parameter of the other stage.
+    """
+
+    def __init__(self, copy: nn.Parameter, source: nn.Parameter) -> None:
+        self._copy = copy
+        self._source = source
+        self._versions = self._now()
+
+    def follow(self) -> None:
+        """Take over what was written since the last call; nothing is computed yet.
+
+        Both have the same gradient after a step; what became of it counts, too.
+        """
+        source, copy = self._now()
+        if source != self._versions[0] and copy == self._versions[1]:
+            sharding = xla_compat.sharding_of(self._copy)
+            with torch.no_grad():
+                self._copy.copy_(self._source)
+            xla_compat.annotate(self._copy, sharding)
+        self._versions = self._now()
+        self._copy.grad = self._source.grad
+
+    def _now(self) -> tuple[int, int]:
+        return self._source._version, self._copy._version
+
+
+class _Holder:
+    """Say which stage's module has a parameter; kept by the parameter itself."""
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.module = (lambda: None) if module is None else ref(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Holder, ()
+
+
+def separated(module: nn.Module, tied: Mapping[str, str]) -> list[Mirror]:
+    """Give a stage copies of the shared parameters that another stage of the rank has.
+
+    Args:
+        module: The stage's module, whose parameters are replaced.
+        tied: Parameter name → group.
+    """
+    every = dict(module.named_parameters(remove_duplicate=False))
+    copies: dict[nn.Parameter, nn.Parameter] = {}
+    for name in tied.keys() & every.keys():
+        source = every[name]
+        holder = getattr(source, _HOLDER, None)
+        if holder is None or holder.module() in (None, module):
+            setattr(source, _HOLDER, _Holder(module))
+        elif source not in copies:
+            data = source.detach().cpu()
+            copies[source] = nn.Parameter(data, source.requires_grad)
+    for part in module.modules():
+        for key, value in part._parameters.items():
+            if value is not None and value in copies:
+                part._parameters[key] = copies[value]
+    return [Mirror(copy, source) for source, copy in copies.items()]
+
+
+def check_separate(modules: Mapping[int, nn.Module]) -> None:
+    """Refuse a parameter that several stages of a rank have, by stage.
+
+    Raises:
+        PipelineError: Names them.
+    """
+    found: dict[nn.Parameter, list[str]] = {}
+    for stage, module in modules.items():
+        for name, parameter in module.named_parameters():
+            found.setdefault(parameter, []).append(f"{name} of stage {stage}")
+    twice = [" and ".join(names) for names in found.values() if len(names) > 1]
+    if twice:
+        raise PipelineError(
+            f"stages: expected parameters of their own, got one object for "
+            f"{'; '.join(twice)}. Name them in tied, e.g. tied={{name: 'shared'}}."
+        )
 
 
 class SharedParameters:
@@ -133,15 +227,19 @@ class SharedParameters:
     def _own_sums(self, state: ModuleState) -> dict[str, Tensor]:
         """Return group → this stage's gradient, zeros where it has none.
 
-        Frozen parameters, which have no layout in `_programs`, are left out.
+        Parameters that were always frozen, which have no layout, are left out.
         """
         return {g: state.sum_of(_role(self._names[g])) for g in self._layouts}
 
     def _programs(self) -> tuple[SharedSums, Swap]:
-        if self._sums is not None:
-            return self._sums
         wiring, parameters = self._wired, self._parameters()
-        trained = {g: p for g, p in parameters.items() if p.requires_grad}
+        now = {group for group, p in parameters.items() if p.requires_grad}
+        # One that is frozen later is still exchanged: all copies need not be frozen
+        # in the same step.
+        if self._sums is not None and now <= self._layouts.keys():
+            return self._sums
+        now |= self._layouts.keys()
+        trained = {g: p for g, p in parameters.items() if g in now}
         self._layouts = {g: ShardLayout.of_tensor(p) for g, p in trained.items()}
         holders = {group: wiring.shared[group] for group in trained}
         others = {s for stages in holders.values() for s in stages}

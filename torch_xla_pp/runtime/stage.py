@@ -25,7 +25,7 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import Remat, StagePrograms, check_remat, tangent
 from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PipelineError, StageShapeError
-from torch_xla_pp.graph import Template
+from torch_xla_pp.graph import Template, follow_mode
 from torch_xla_pp.mesh import (
     AxisRules,
     LogicalAxes,
@@ -35,6 +35,7 @@ from torch_xla_pp.mesh import (
 )
 from torch_xla_pp.plan import InputsFrom, StageInputs, Value, Wiring
 from torch_xla_pp.runtime import handshake
+from torch_xla_pp.runtime.captured import Baked, Captured
 from torch_xla_pp.runtime.checks import (
     check_batch,
     check_device,
@@ -73,7 +74,11 @@ from torch_xla_pp.runtime.replicas import (
     agree_on_replicas,
     group_of_replicas,
 )
-from torch_xla_pp.runtime.shared import SharedParameters
+from torch_xla_pp.runtime.shared import (
+    SharedParameters,
+    check_separate,
+    separated,
+)
 from torch_xla_pp.runtime.silent_stage import SilentStage
 from torch_xla_pp.runtime.step_kinds import StepKinds
 from torch_xla_pp.runtime.steps_ahead import StepsAhead
@@ -111,6 +116,7 @@ class _Drive:
     given_merge_spec: Any
     loss: StageLoss | None = None
     plans: dict[int, StagePlan] = field(default_factory=dict)
+    num_variants: int = 0
 
 
 class XlaPipelineStage(SilentStage):
@@ -143,6 +149,7 @@ class XlaPipelineStage(SilentStage):
             the module takes is right.
         expected_outputs: What the outputs must look like, likewise.
         whole_model: Name → shape of what all stages have, None if that is not known.
+        baked: What the module, which is a trace, has built in; None if it is no trace.
 
     Raises:
         ValueError: An argument does not fit; raised on every rank in its first step
@@ -167,6 +174,7 @@ class XlaPipelineStage(SilentStage):
         expected_inputs: Sequence[Tensor] | None = None,
         expected_outputs: Sequence[Tensor] | None = None,
         whole_model: Mapping[str, tuple[int, ...]] | None = None,
+        baked: Baked | None = None,
     ) -> None:
         self._pg = of_group(group)
         with self._pg.rendezvous.reporting():
@@ -185,12 +193,14 @@ class XlaPipelineStage(SilentStage):
             self._placement = Placement(mesh, batch_axis, rules)
             # Before parameters have a new life on the device.
             self._patterns = matched_patterns(rules, submodule, whole_model)
+            mirrors = separated(submodule, tied or {})
             self._state = ModuleState(
                 submodule,
                 self._placement,
                 {} if sharding is None else sharding,
                 whole_model,
             )
+            self._mirrors = mirrors
             self._exchange = Exchange(self._pg)
             self._shared = SharedParameters(
                 stage_index, submodule, tied or {}, self._exchange
@@ -216,7 +226,10 @@ class XlaPipelineStage(SilentStage):
         self._drives: WeakKeyDictionary[Schedule, _Drive] = WeakKeyDictionary()
         self._schedule: Schedule | None = None
         self._current: StagePlan | None = None
-        self._mode = Mode.of(submodule)
+        self._captured = Captured(submodule)
+        self._mode = Mode.of(self._captured)
+        own = Baked(self._captured, has_hooks=True)
+        self._baked = [] if baked is None else [baked, own]
         self._shelf = Shelf()
         self._outlet = Outlet(self._placement, self._shelf)
         self._recorder: StepRecorder | None = None
@@ -337,6 +350,8 @@ class XlaPipelineStage(SilentStage):
                     self._drives[schedule].kinds.begin_step()
                     self._drives[schedule].ahead.begin_step()
             self._exchange.settle()
+            for mirror in self._mirrors:
+                mirror.follow()
             self._state.begin_step()
 
     def _drop_leftovers(self) -> None:
@@ -373,6 +388,7 @@ class XlaPipelineStage(SilentStage):
         return ()
 
     def _claim(self, schedule: Schedule, stages: Sequence[Any]) -> None:
+        check_separate({stage.stage_index: stage.submod for stage in stages})
         order = order_of(schedule)
         claim = Claim(
             stages=tuple(stage._claim_of_stage() for stage in stages),
@@ -504,7 +520,10 @@ class XlaPipelineStage(SilentStage):
         drive = self._drives[self._driver()]
         if drive.loss is not None:
             drive.loss.begin_step()
-        self._mode = Mode.of(self.submod)
+        follow_mode(self.submod)
+        for baked in self._baked:
+            baked.check()
+        self._mode = Mode.of(self._captured)
         if self.is_first:
             signature, _ = Signature.of(args, kwargs)
             drive.kinds.announce((signature, self._mode))
@@ -517,19 +536,28 @@ class XlaPipelineStage(SilentStage):
         """Take up the plan for a kind of step."""
         drive = self._drives[self._driver()]
         self._current = plan
+        if self._variant(plan).lacking and self.has_backward:
+            raise PipelineError(
+                f"stage {self.stage_index}: its outputs need gradients now, but later "
+                "stages were told that they do not. Make a new schedule on every rank "
+                "after requires_grad was changed."
+            )
         if self.is_last:
             self._choose_merge(self._driver(), drive.given_merge_spec, plan)
-        if number in drive.plans:
-            return
         drive.plans[number] = plan
-        if len(drive.plans) > _MANY_PLANS:
+        variants = [known for p in drive.plans.values() for known in p.variants]
+        count = len(set(map(id, variants)))
+        if count > max(_MANY_PLANS, drive.num_variants):
             _logger.warning(
                 "stage %d: programs for %d kinds of steps (shapes, other arguments, "
-                "training mode, autocast, hooks) are compiled and kept. Each new one "
-                "costs a compilation: pad batches to few shapes.",
+                "autocast, and training mode, hooks, requires_grad, numbers and all "
+                "else that forward reads) are compiled and kept. Each new one costs a "
+                "compilation: pad batches to few shapes, and keep what changes often "
+                "in buffers.",
                 self.stage_index,
-                len(drive.plans),
+                count,
             )
+        drive.num_variants = count
 
     def _choose_merge(self, schedule: Schedule, given: Any, plan: StagePlan) -> None:
         """Let the schedule return the outputs of this step as it is to."""
@@ -548,6 +576,10 @@ class XlaPipelineStage(SilentStage):
         """Take the offers of earlier stages, and make one to later ones."""
         count = num_microbatches(self._driver())
         plan = self._planning.plan(key, self._wiring, count, args, kwargs)
+        for known in self._drives[self._driver()].plans.values():
+            if plan.is_like(known):
+                plan.share(known)
+                break
         variant = self._variant(plan)
         if not self.is_last:
             self._planning.offer(key, plan, variant)
@@ -560,7 +592,9 @@ class XlaPipelineStage(SilentStage):
             ends = Ends(me, plan.values, plan.received, outputs, fans, plan.tilings)
             return Links(ends, self._exchange, self._placement)
 
-        return plan.variant(self._mode, self.submod, self._placement, self._state, link)
+        return plan.variant(
+            self._mode, self._captured, self.submod, self._placement, self._state, link
+        )
 
     # Actions.
 

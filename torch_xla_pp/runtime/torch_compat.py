@@ -1,6 +1,6 @@
 """The only place that touches private parts of torch.distributed.pipelining 2.9.
 
-And of torch's profiler.
+And of torch's profiler and parameters.
 """
 
 import contextlib
@@ -60,6 +60,7 @@ __all__ = [
     "runs_as",
     "set_loss_function",
     "set_order",
+    "take_value",
     "trace_and_split",
     "wants_outputs",
 ]
@@ -129,6 +130,17 @@ def is_profiling() -> bool:
     `record_function` takes 20 µs or more also while it is off.
     """
     return torch.autograd.profiler._is_profiler_enabled
+
+
+def take_value(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Give a parameter the value of another device or dtype; it stays the same object.
+
+    Who holds it, such as an optimizer, needs not be told. Assigning `data` is refused
+    between kinds of devices, and `torch.utils.swap_tensors` where there are weak
+    references, which tracing leaves. Its `grad` is None afterwards.
+    """
+    new = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+    torch._C._swap_tensor_impl(parameter, new)
 
 
 def local_stages(schedule: Schedule) -> list[Any]:
