@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 CSRC := $(wildcard csrc/*.cc csrc/*.h csrc/test/*.cc)
 MATCHING := $(addprefix csrc/,engine.cc executor.cc inbox.cc message.cc pool.cc)
 
-.PHONY: help demo test stress ops lint types docs pages format sanitize clean
+.PHONY: help demo test stress faults ops lint types docs pages format sanitize clean
 
 help:
 	@echo "make demo    train a GPT on two ranks of two devices (ARGS='--schedule ZBVZeroBubble')"
@@ -18,6 +18,7 @@ help:
 	@echo "make docs    build build/docs/index.html    make pages   write what their code prints"
 	@echo "make sanitize  run the C++ matching code under sanitizers"
 	@echo "make stress  run in loops what must not die (ARGS='--cases eval')"
+	@echo "make faults  end ranks in all ways, and see what the others hear"
 	@echo "make format  format the code             make clean   remove what was built"
 
 demo: $(STAMP)
@@ -28,6 +29,9 @@ test: $(STAMP)
 
 stress: $(STAMP)
 	$(BIN)/python benchmarks/stress.py $(ARGS)
+
+faults: $(STAMP)
+	$(BIN)/python benchmarks/faults.py $(ARGS)
 
 # All of torch's operator samples; `make test` runs some of them.
 ops: $(STAMP)

@@ -133,6 +133,10 @@ def _norm_of_all(x: Tensor, order: float = 2) -> Tensor:
     return _norm(x, order)
 
 
+def _fill(x: Tensor, value: Tensor) -> Tensor:
+    return value.to(x.device, x.dtype).expand(x.shape).clone()
+
+
 def _fmax(left: Tensor, right: Tensor) -> Tensor:
     return torch.where((left >= right) | right.isnan(), left, right)
 
@@ -343,6 +347,7 @@ DECOMPOSITIONS: Mapping[Any, Decomposition] = {
             _aten.angle.default: _angle,
             _aten.copysign.Tensor: _copysign,
             _aten.exp2.default: _exp2,
+            _aten.fill.Tensor: _fill,
             _aten.fmax.default: _fmax,
             _aten.fmin.default: _fmin,
             _aten.hypot.default: _hypot,

@@ -238,8 +238,10 @@ class _Watch:
     def add_module(self, module: nn.Module) -> None:
         """Watch the attributes that not every module has, and `training`."""
         held = vars(module)
-        # Two at least, for a tuple.
-        names = ["training", "training", *(x for x in held if x not in _BASE)]
+        # Two at least, for a tuple. A compiled module has no mode of its own.
+        mode = ["training"] if "training" in held else []
+        others = (x for x in held if x not in _BASE)
+        names = ["_modules", "_modules", *mode, *others]
         getter = itemgetter(*names)
         self._modules.append((held, len(held), getter, getter(held)))
 

@@ -195,10 +195,11 @@ class Placement:
             return xla_compat.replicate(value)
         if is_new:
             value = value.to(xla_compat.device())
-        elif xla_compat.is_of_whole_values(value):
-            # Cut while whole: XLA would cut the parts of devices, and exchange rows.
-            value = xla_compat.constrain(value, xla_compat.replicated_sharding())
-        value = value.clone()
+        else:
+            if xla_compat.is_of_whole_values(value):
+                # Cut while whole: XLA would cut each device's part, and exchange rows.
+                value = xla_compat.constrain(value, xla_compat.replicated_sharding())
+            value = value.clone()
         xla_compat.annotate(value, sharding)
         return value
 
