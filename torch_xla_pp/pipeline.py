@@ -4,7 +4,7 @@
 compiled when a schedule of torch.distributed.pipelining runs its first step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -254,6 +254,8 @@ def pipeline(
     record_resets(module)
     pipe = _traced(module, mb_args, mb_kwargs, split_spec, split_policy, activations)
     is_switched = reads_training(module)
+    tensors = (module.named_parameters, module.named_buffers)
+    names = {name for named in tensors for name, _ in named(remove_duplicate=False)}
     for stage in _stage_modules(pipe):
         begin_modes(stage, module, is_switched=is_switched)
     missing = (True, False) if has_mixed_mode(module) else (not module.training,)
@@ -263,7 +265,7 @@ def pipeline(
                 other = _traced(
                     module, mb_args, mb_kwargs, split_spec, split_policy, activations
                 )
-            _add_mode(pipe, other, training)
+            _add_mode(pipe, other, names, training)
         except Exception as error:
             for stage in _stage_modules(pipe):
                 reason = (
@@ -280,12 +282,12 @@ def _stage_modules(pipe: Pipe) -> list[fx.GraphModule]:
     return [module for module in modules if isinstance(module, fx.GraphModule)]
 
 
-def _add_mode(pipe: Pipe, other: Pipe, training: bool) -> None:
+def _add_mode(pipe: Pipe, other: Pipe, names: Collection[str], training: bool) -> None:
     """Let the stages of a pipe be those of another in another mode."""
     if _interface(pipe) != _interface(other):
         raise PlanError("in this mode other values go between the stages")
     for stage, added in zip(_stage_modules(pipe), _stage_modules(other), strict=True):
-        add_mode(stage, added, training=training)
+        add_mode(stage, added, names, training=training)
 
 
 def _interface(pipe: Pipe) -> tuple[Any, ...]:

@@ -1,5 +1,7 @@
 """Ranks agree, and learn of each other's errors; here they share one process."""
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +35,13 @@ def one_of(sockets: Sockets, timeout_s: float = 20.0, **args: Any) -> Rendezvous
 def sockets_of(size: int) -> list[Sockets]:
     store = HashStore()
     return [Sockets(store, rank, size) for rank in range(size)]
+
+
+def end(sockets: Sockets) -> None:
+    """Do what the system does with connections when their process ends."""
+    for connection in sockets._open:
+        with contextlib.suppress(OSError):  # the one that listens
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def wait(is_so: Callable[[], bool]) -> None:
@@ -234,6 +243,30 @@ def test_an_error_is_reported_once() -> None:
     assert b.calm()
 
 
+def test_ranks_meet_whatever_some_have_reported() -> None:
+    a, b = ranks(2)
+    with pytest.raises(ValueError), a.reporting():
+        raise ValueError("before they meet")
+    wait(lambda: not b.calm())
+    for _ in range(2):
+        assert together([lambda r=r: r.meet("here", 20.0) for r in (a, b)]) == [
+            None,
+            None,
+        ]
+    with pytest.raises(ValueError, match="before they meet"):
+        b.check()
+
+
+def test_nobody_waits_to_meet_a_rank_that_is_lost() -> None:
+    one, two = sockets_of(2)
+    a, gone = map(one_of, (one, two))
+    gone.announce("x", 1)
+    assert a.take("x", 1) == 1
+    end(two)
+    with pytest.raises(TransportError, match="rank 1 is gone"):
+        a.meet("here", 20.0)
+
+
 def test_a_linked_group_is_told_at_once_and_once() -> None:
     """A rank that waits in one group learns of what happens in another."""
     pipeline, replicas = ranks(2), ranks(2)
@@ -247,6 +280,7 @@ def test_a_linked_group_is_told_at_once_and_once() -> None:
     )
     assert str(waited) == "bad batch (raised on rank 1)"
     for group in (pipeline[0], replicas[0]):
+        wait(lambda group=group: not group.calm())
         with pytest.raises(ValueError, match="bad batch"):
             group.check()
     time.sleep(0.1)
@@ -277,8 +311,7 @@ def test_a_rank_that_is_lost_is_a_failure_of_all_and_stays_one() -> None:
     a, b, gone = map(one_of, (one, two, three))
     gone.announce("x", 1)
     assert a.take("x", 2) == 1
-    # As the system does when a process ends.
-    three.close_in_child()
+    end(three)
     waited = together([lambda: a.exchange("x", 1), lambda: b.exchange("x", 1)])
     for error in waited:
         assert isinstance(error, TransportError)

@@ -9,7 +9,7 @@ modules, which `train()` and `eval()` set.
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType
@@ -94,10 +94,23 @@ class OtherMode(nn.Module):
     """
 
 
-def add_mode(stage: fx.GraphModule, other: fx.GraphModule, *, training: bool) -> None:
+def add_mode(
+    stage: fx.GraphModule,
+    other: fx.GraphModule,
+    names: Collection[str],
+    *,
+    training: bool,
+) -> None:
     """Add the graph of the same stage of a model in another mode.
 
     Parameters and buffers of the same name are shared.
+
+    Args:
+        stage: The stage's module.
+        other: What it is in the other mode.
+        names: Names of the model's parameters and buffers. A trace of a model without
+            memory has objects of its own for them.
+        training: Which mode the other one is.
 
     Raises:
         PlanError: Parts of the same name have different constants.
@@ -115,17 +128,19 @@ def add_mode(stage: fx.GraphModule, other: fx.GraphModule, *, training: bool) ->
             node.target = f"{prefix}.{node.target}"
         elif own is None:
             _put(stage, node.target, value)
-        elif own is not value:
+        elif own is not value and node.target not in names:
             node.target = f"{str(node.target).replace('.', '_')}_{prefix}"
             _put(stage, node.target, value)
     for name, part in other.named_modules():
         if name:
-            _share_tensors(stage, name, part)
+            _share_tensors(stage, name, part, names)
     vars(stage)[prefix] = hidden
     modes.graphs[(training,) * len(modes.parts)] = other.graph
 
 
-def _share_tensors(stage: nn.Module, name: str, part: nn.Module) -> None:
+def _share_tensors(
+    stage: nn.Module, name: str, part: nn.Module, names: Collection[str]
+) -> None:
     """Let a part and that of the stage hold tensors together, as these are replaced."""
     if not part._parameters and not part._buffers:
         return
@@ -136,7 +151,8 @@ def _share_tensors(stage: nn.Module, name: str, part: nn.Module) -> None:
     for attribute in ("_parameters", "_buffers"):
         ours, theirs = getattr(own, attribute), getattr(part, attribute)
         for key, value in theirs.items():
-            if ours.setdefault(key, value) is not value:
+            is_known = f"{name}.{key}" in names
+            if ours.setdefault(key, value) is not value and not is_known:
                 raise PlanError(f"{name}.{key} has another value in this mode")
         setattr(part, attribute, ours)
     own._non_persistent_buffers_set |= part._non_persistent_buffers_set  # type: ignore[union-attr]

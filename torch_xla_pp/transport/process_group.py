@@ -94,6 +94,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         self._gloo = cast(dist.ProcessGroup, gloo)
         self._set_default_backend(kind)
         job_rank = dist.get_rank() if dist.is_initialized() else rank
+        self._timeout_s = timeout.total_seconds()
         self._sockets = Sockets(store, rank, size)
         self.rendezvous = Rendezvous(self._sockets, env.timeout_s(), job_rank)
         self.wire = Wire(self._sockets, self.rendezvous)
@@ -242,8 +243,8 @@ class XlaPpProcessGroup(dist.ProcessGroup):
     def barrier(  # type: ignore[override]
         self, opts: BarrierOptions | None = None
     ) -> dist.Work:
-        """Wait for all ranks, but not for one that is gone or has failed."""
-        self.rendezvous.exchange("barrier", None)
+        """Wait for all ranks, but not for one that is gone."""
+        self.rendezvous.meet("barrier", self._timeout_s)
         return DoneWork()
 
     def allreduce_coalesced(self, *args: Any) -> dist.Work:

@@ -91,6 +91,7 @@ class Rendezvous:
         self._titles: dict[int, str] = {}
         self._generation = 0
         self._rounds: Counter[str] = Counter()
+        self._meetings: Counter[str] = Counter()
         self._relayed: BaseException | None = None
         self._told: dict[int, str] = {}
         self._last = ""
@@ -180,20 +181,45 @@ class Rendezvous:
         with self._changed:
             return [pickle.loads(self._values.pop(entry)) for entry in entries]
 
+    def meet(self, name: str, timeout_s: float) -> None:
+        """Wait for all ranks, of which some may have to leave a generation yet.
+
+        A failure that was reported is raised by what it concerns, not here.
+
+        Raises:
+            TransportTimeout: A rank did not call in time.
+            TransportError: A rank is gone.
+        """
+        number = self._meetings[name]
+        self._meetings[name] += 1
+        own = _Entry(f"{name}/{number}", self.rank, None)
+        self._flood("value", *own, b"")
+        entries = [own._replace(rank=r) for r in range(self.size) if r != self.rank]
+        self._await(entries, name, timeout_s, heeds_reports=False)
+        with self._changed:
+            for entry in entries:
+                del self._values[entry]
+
     def _await(
-        self, entries: Collection[_Entry], name: str, timeout_s: float | None
+        self,
+        entries: Collection[_Entry],
+        name: str,
+        timeout_s: float | None,
+        *,
+        heeds_reports: bool = True,
     ) -> None:
         """Wait for values."""
 
         def missing() -> list[int]:
             return [entry.rank for entry in entries if entry not in self._values]
 
+        def is_over() -> bool:
+            return not self.calm() if heeds_reports else self._lost is not None
+
         def is_there(limit_s: float) -> bool:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: (
-                        not missing() or not self.calm() or self._gone_of(missing())
-                    ),
+                    lambda: not missing() or is_over() or self._gone_of(missing()),
                     limit_s,
                 )
                 return not missing()
@@ -203,6 +229,7 @@ class Rendezvous:
             timeout_s,
             lambda: f"{self.titles(missing())}: {name!r}",
             missing,
+            heeds_reports=heeds_reports,
         )
 
     def _keep(self, entry: _Entry, data: bytes) -> None:
@@ -315,6 +342,8 @@ class Rendezvous:
         timeout_s: float | None,
         missing: Callable[[], str],
         needed: Callable[[], Collection[int]] = tuple,
+        *,
+        heeds_reports: bool = True,
     ) -> None:
         """Wait for `is_ready`, raising as soon as a peer reports a failure.
 
@@ -323,6 +352,7 @@ class Rendezvous:
             timeout_s: The limit, by default that of the rendezvous.
             missing: Returns the text to put before the hint when time is up.
             needed: Returns the ranks that must be there.
+            heeds_reports: Whether reports are raised; that a rank is lost always is.
 
         Raises:
             TransportTimeout: The limit has passed.
@@ -333,7 +363,8 @@ class Rendezvous:
         start_s = time.monotonic()
         while not is_ready(min(POLL_S, max(0.0, start_s + limit_s - time.monotonic()))):
             try:
-                self.check()
+                if heeds_reports or self._lost is not None:
+                    self.check()
                 self.check_there(needed())
             except Exception as error:
                 _note(error, f"Rank {self.rank} was waiting for {missing()}.")
