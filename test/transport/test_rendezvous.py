@@ -39,7 +39,7 @@ def sockets_of(size: int) -> list[Sockets]:
 
 def end(sockets: Sockets) -> None:
     """Do what the system does with connections when their process ends."""
-    for connection in sockets._open:
+    for connection in list(sockets._open):
         with contextlib.suppress(OSError):  # the one that listens
             connection.shutdown(socket.SHUT_RDWR)
 
