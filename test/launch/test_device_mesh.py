@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
+import torch_xla.distributed.spmd as xs
 
 import torch_xla_pp as xpp
 from torch_xla_pp.testing import Worlds
@@ -142,3 +144,17 @@ def test_backend_xla_under_spmd_says_what_to_use(worlds: Worlds) -> None:
     ):
         assert outcome.error == "ValueError"
         assert 'dist.init_process_group("xla_pp")' in outcome.message
+
+
+def mesh_of_all_ranks() -> str:
+    """Number the devices of the whole job, as scripts of one world do."""
+    dist.init_process_group("xla_pp")
+    xpp.device()
+    with pytest.raises(ValueError) as raised:
+        xs.Mesh(np.arange(4), (2, 2), ("data", "model"))
+    return str(raised.value)
+
+
+def test_a_mesh_over_the_devices_of_all_ranks_says_what_to_do(worlds: Worlds) -> None:
+    for text in worlds.run(mesh_of_all_ranks, ranks=2, devices=2):
+        assert "expected the devices of this rank, 0..1. Take a slice of" in text

@@ -97,10 +97,12 @@ def watch_logits(
 
 @pytest.mark.parametrize("loss_fn", [F.cross_entropy, eager_loss])
 def test_under_1f1b_no_logits_wait_for_the_next_forward(
-    worlds: Worlds, loss_fn: Callable[..., Tensor]
+    loss_fn: Callable[..., Tensor],
 ) -> None:
     args = ("1F1B", loss_fn, False)
-    _, found = worlds.run(watch_logits, ranks=2, args=args)
+    # Autograd must not have run on the CPU alone in a process that runs a loss eagerly.
+    with Worlds() as own:
+        _, found = own.run(watch_logits, ranks=2, args=args)
     # The schedule still has the last output while the next is made, so it is emptied;
     # not so if a function has seen it.
     most = 0 if loss_fn is F.cross_entropy else 1

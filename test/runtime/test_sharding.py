@@ -254,8 +254,11 @@ EXPECTED: dict[str, Found] = {
     # Keys and values; in the backward also each weight.
     "dp+cp forward": [(2, "all-gather", MODEL)],
     "dp+cp backward": [(10, "all-reduce", MODEL)],
+    # The program of dp+tensor_sequence, whose text is known though it is compiled once.
+    "dp+cp gradient reduction": [(8, "all-reduce", DATA)],
     # XLA gathers for queries, keys and values, and adds up what heads give.
     "dp+sp forward": [(2, "all-gather", MODEL), (1, "all-reduce", MODEL)],
+    "dp+sp gradient reduction": [(8, "all-reduce", DATA)],
     "dp+sp backward": [
         (6, "all-gather", MODEL),
         (7, "all-reduce", MODEL),

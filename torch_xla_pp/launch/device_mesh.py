@@ -4,6 +4,7 @@ Ranks come from torch.distributed. torch_xla sees every process as a world of it
 so its rank and world size say nothing about the job.
 """
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,29 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.launch.device import device
 from torch_xla_pp.mesh import MeshLayout, launch_hint
 from torch_xla_pp.transport import of_group
+
+
+def explain_mesh() -> None:
+    """Let torch_xla's mesh say what its device ids are in a job of several worlds.
+
+    It asserts that they are those of this process, which scripts that number the
+    devices of a whole job run into.
+    """
+    make = xs.Mesh.__init__
+
+    @functools.wraps(make)
+    def explained(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            make(self, *args, **kwargs)
+        except AssertionError as error:
+            count = xla_compat.num_local_devices()
+            raise ValueError(
+                f"Mesh: {error}. Every rank is an SPMD world of its own: expected the "
+                f"devices of this rank, 0..{count - 1}. Take a slice of what "
+                f"init_device_mesh returns, or pass np.arange({count})."
+            ) from error
+
+    xs.Mesh.__init__ = explained
 
 
 class PipelineMesh:
