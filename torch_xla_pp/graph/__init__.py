@@ -26,6 +26,7 @@ from torch_xla_pp.graph.modes import (
     for_each_mode,
     has_mixed_mode,
     in_mode,
+    is_set,
     reads_training,
     refuse_modes,
 )
@@ -74,6 +75,7 @@ __all__ = [
     "for_each_mode",
     "has_mixed_mode",
     "in_mode",
+    "is_set",
     "lacking",
     "materialize",
     "indexing_by_tensors",

@@ -268,7 +268,7 @@ def _reads_training(value: Any, seen: set[CodeType]) -> bool:
     if "training" in names:
         return True
     found = [value.__globals__.get(name) for name in names]
-    found += [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
+    found += [cell.cell_contents for cell in value.__closure__ or () if is_set(cell)]
     return any(
         _reads_training(x, seen)
         for x in found
@@ -283,7 +283,8 @@ def _names_in(code: CodeType) -> set[str]:
     )
 
 
-def _is_set(cell: CellType) -> bool:
+def is_set(cell: CellType) -> bool:
+    """Return whether a closure's cell holds something."""
     try:
         cell.cell_contents  # noqa: B018  # an empty cell raises
     except ValueError:

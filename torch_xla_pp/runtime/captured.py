@@ -23,7 +23,6 @@ from functools import lru_cache, partial
 from operator import is_, itemgetter
 from types import (
     BuiltinFunctionType,
-    CellType,
     CodeType,
     FunctionType,
     MethodType,
@@ -37,7 +36,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from torch_xla_pp.errors import PipelineError
-from torch_xla_pp.graph import OtherMode
+from torch_xla_pp.graph import OtherMode, is_set
 
 _NUMBERS = (int, float, complex, np.generic)
 _BY_VALUE = (*_NUMBERS, str, bytes, range, type(None), torch.dtype, torch.device)
@@ -476,7 +475,7 @@ class _Walk:
         cells = function.__closure__ or ()
         for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
             self.watch.add_attribute(cell, "cell_contents")
-            if _is_set(cell):
+            if is_set(cell):
                 self._add([(f"{name} of a closure", cell.cell_contents)])
         self.watch.add_attribute(function, "__defaults__")
         self._add([(f"{label} defaults", function.__defaults__)])
@@ -527,14 +526,6 @@ def _is_installed(file_name: str) -> bool:
     paths = sysconfig.get_paths()
     known = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return any(file_name.startswith(path) for path in known)
-
-
-def _is_set(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  # an empty cell raises
-    except ValueError:
-        return False
-    return True
 
 
 def _is_torch(value: Any) -> bool:

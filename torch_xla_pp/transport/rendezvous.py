@@ -127,8 +127,9 @@ class Rendezvous:
     def publish(self, name: str, value: Any) -> None:
         """Give `value`, which must pickle, to every rank that reads `name`."""
         entry = _Entry(name, self.rank, None)
-        self._keep(entry, pickle.dumps(value))
-        self._flood("value", *entry, pickle.dumps(value))
+        data = pickle.dumps(value)
+        self._keep(entry, data)
+        self._flood("value", *entry, data)
 
     def announce(self, name: str, value: Any) -> None:
         """Give `value` to every other rank that takes `name` in this generation."""
