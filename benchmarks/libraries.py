@@ -127,7 +127,7 @@ def killed(transport: str, when: str) -> float:
 
     import torch_xla_pp as xpp
     from torch_xla_pp import xla_compat
-    from torch_xla_pp.mesh import REPLICATED
+    from torch_xla_pp.hlo import REPLICATED
     from torch_xla_pp.transport import Message, ShardLayout, of_group
 
     xpp.device()

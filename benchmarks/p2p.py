@@ -106,7 +106,7 @@ def host_side(size: int) -> tuple[Callable[[], None], Callable[[int], None]]:
     """Do the same through the host-staged transport."""
     from torch_xla_pp import xla_compat
     from torch_xla_pp.transport import Message, ShardLayout, of_group
-    from torch_xla_pp.transport.host_transport import HostTransport
+    from torch_xla_pp.transport.host import HostTransport
 
     transport = HostTransport(of_group(None).wire)
     rank, peer = dist.get_rank(), 1 - dist.get_rank()

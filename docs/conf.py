@@ -28,8 +28,8 @@ nitpicky = True
 # Taken by constructors that users do not call.
 nitpick_ignore = [
     ("py:class", "torch_xla_pp.graph.prepare.Prepared"),
-    ("py:class", "torch_xla_pp.mesh.layout.MeshLayout"),
-    ("py:class", "torch_xla_pp.runtime.captured.Baked"),
+    ("py:class", "torch_xla_pp.mesh.job_axes.MeshLayout"),
+    ("py:class", "torch_xla_pp.graph.captured.Baked"),
     ("py:class", "torch_xla_pp.timeline.timeline.Timeline"),
 ]
 nitpick_ignore_regex = [("py:.*", r"(?!torch_xla_pp\.).*")]

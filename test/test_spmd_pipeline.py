@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from integration.sharded import LENGTH, WIDTH, Block, difference
 from joining import join
-from runtime.sharded import LENGTH, WIDTH, Block, difference
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe
 

@@ -23,7 +23,8 @@ if sys.orig_argv[1:3] != ["-m", "torch_xla_pp"]:
         TransportError,
         TransportTimeout,
     )
-    from torch_xla_pp.graph import deferred_init, materialize, pipeline_yield, shard
+    from torch_xla_pp.deferred import deferred_init, materialize
+    from torch_xla_pp.graph import pipeline_yield, shard
     from torch_xla_pp.launch import device, init_device_mesh
     from torch_xla_pp.mesh import AxisRules, striped_positions
     from torch_xla_pp.pipeline import Pipe, pipeline

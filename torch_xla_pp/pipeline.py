@@ -15,13 +15,14 @@ from torch.distributed.pipelining import SplitPoint
 from torch.utils import _pytree as pytree
 
 from torch_xla_pp.compile import Remat, marking_checkpoints
+from torch_xla_pp.deferred import as_on_host, back_to_meta, record_resets
 from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PlanError
 from torch_xla_pp.graph import (
+    Baked,
+    Captured,
     Prepared,
     add_mode,
-    as_on_host,
-    back_to_meta,
     begin_modes,
     check_split_spec,
     describe,
@@ -35,7 +36,6 @@ from torch_xla_pp.graph import (
     parameter_names,
     prepare,
     reads_training,
-    record_resets,
     refuse_modes,
     sharding_outputs,
     tie_parameters,
@@ -45,8 +45,6 @@ from torch_xla_pp.mesh import AxisRules, LogicalAxes, Sharding, unmatched
 from torch_xla_pp.plan import SourceLike, StageInputs
 from torch_xla_pp.runtime import (
     SPLIT_MARK,
-    Baked,
-    Captured,
     XlaPipelineStage,
     check_plain_module,
     move_factories_to,

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from strategies import resharded
 from torch import Tensor
 
-from torch_xla_pp.mesh import Box, Runs, Tiling, parse_sharding, reshard
+from torch_xla_pp.hlo import parse_sharding
+from torch_xla_pp.mesh import Box, Runs, Tiling, reshard
 
 pytestmark = pytest.mark.pure
 

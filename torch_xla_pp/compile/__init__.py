@@ -2,8 +2,9 @@
 
 from torch_xla_pp.compile.border import route_in, route_out
 from torch_xla_pp.compile.export import JointGraph, export_joint, marking_checkpoints
-from torch_xla_pp.compile.group_gradients import Grouping
-from torch_xla_pp.compile.loss import LossProgram
+from torch_xla_pp.compile.group_sums.group_gradients import Grouping
+from torch_xla_pp.compile.group_sums.row_groups import RowGroups
+from torch_xla_pp.compile.loss_program import LossProgram
 from torch_xla_pp.compile.lowering import Constraints
 from torch_xla_pp.compile.partition import (
     Function,
@@ -15,7 +16,6 @@ from torch_xla_pp.compile.partition import (
 )
 from torch_xla_pp.compile.program import MARK, Program
 from torch_xla_pp.compile.replicas import ReplicaMeans
-from torch_xla_pp.compile.row_groups import RowGroups
 from torch_xla_pp.compile.shared import SharedSums
 from torch_xla_pp.compile.stage_programs import (
     Borders,
@@ -26,7 +26,6 @@ from torch_xla_pp.compile.stage_programs import (
 from torch_xla_pp.compile.sums import copied, copies
 
 __all__ = [
-    "MARK",
     "Borders",
     "Constraints",
     "Forwarded",
@@ -34,6 +33,7 @@ __all__ = [
     "Grouping",
     "JointGraph",
     "LossProgram",
+    "MARK",
     "Program",
     "Remat",
     "ReplicaMeans",

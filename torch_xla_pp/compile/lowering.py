@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile.row_groups import RowGroups
+from torch_xla_pp.compile.group_sums.row_groups import RowGroups
 from torch_xla_pp.compile.running import Running
 from torch_xla_pp.graph import SHARD, axes_of
 from torch_xla_pp.mesh import LogicalAxes

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from torch_xla_pp import env, native, xla_compat
 from torch_xla_pp.compile.running import Running
-from torch_xla_pp.mesh import OWN_PRODUCT
+from torch_xla_pp.hlo import OWN_PRODUCT
 
 _MAX_SIDE = (1 << 31) - 1  # of MKL's integers
 _aten = torch.ops.aten

@@ -27,7 +27,7 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.border import Border
 from torch_xla_pp.compile.partition import Function
 from torch_xla_pp.compile.program import Program
-from torch_xla_pp.mesh import OpShardingArgs
+from torch_xla_pp.hlo import OpShardingArgs
 from torch_xla_pp.transport import ShardLayout
 
 _NARROW = (torch.float16, torch.bfloat16)

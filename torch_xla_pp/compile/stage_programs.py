@@ -18,9 +18,9 @@ from torch import Tensor
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import border
 from torch_xla_pp.compile.border import Border, is_route
-from torch_xla_pp.compile.constants import Constants
+from torch_xla_pp.compile.captured_tensors import Constants
 from torch_xla_pp.compile.export import JointGraph
-from torch_xla_pp.compile.group_gradients import Grouping, group_gradients
+from torch_xla_pp.compile.group_sums.group_gradients import Grouping, group_gradients
 from torch_xla_pp.compile.lowering import Constraints
 from torch_xla_pp.compile.partition import (
     Function,

@@ -4,7 +4,7 @@ Every backward adds to sums that it takes over (their buffers are donated), so a
 begins with sums of its own. They start from what the parameters have in `.grad`, which
 the user may keep, or from zero.
 
-Sums that are kept per group of rows (see `compile.group_gradients`) start from zero. At
+Sums that are kept per group of rows (see `compile.group_sums`) start from zero. At
 the end of the step one program adds the groups up, and what is in `.grad`: there, once
 a step, devices exchange gradients.
 """

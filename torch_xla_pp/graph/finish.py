@@ -6,16 +6,16 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from torch_xla_pp.graph.constraints import SHARD, axes_of
 from torch_xla_pp.graph.flops import forward_flops
 from torch_xla_pp.graph.prepare import Prepared, carry
-from torch_xla_pp.graph.split import shared_parameters
+from torch_xla_pp.graph.shard import SHARD, axes_of
 from torch_xla_pp.graph.stage_graph import (
     Stage,
     StageEdge,
     StageGraph,
     StageValue,
 )
+from torch_xla_pp.graph.ties import shared_parameters
 from torch_xla_pp.mesh import LogicalAxes
 
 

@@ -23,11 +23,11 @@ from torch_xla_pp.graph.assign import (
     is_yielded,
     place_of,
 )
-from torch_xla_pp.graph.constants import copy_constants
+from torch_xla_pp.graph.call_spec import CallSpec
 from torch_xla_pp.graph.marks import YIELD
 from torch_xla_pp.graph.mutation import Written, name_writes, written_memory
 from torch_xla_pp.graph.regions import check_bodies, inline_contexts
-from torch_xla_pp.graph.signature import CallSpec
+from torch_xla_pp.graph.repeatable import copy_constants
 from torch_xla_pp.graph.stage_graph import check_connections
 from torch_xla_pp.graph.vmaps import flatten_vmaps
 

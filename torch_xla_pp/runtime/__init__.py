@@ -1,6 +1,5 @@
 """RUN: stages that torch's own schedule classes drive."""
 
-from torch_xla_pp.runtime.captured import Baked, Captured
 from torch_xla_pp.runtime.checks import check_plain_module
 from torch_xla_pp.runtime.grad_norm import clip_grad_norm_
 from torch_xla_pp.runtime.manual_stage import PipelineStage
@@ -17,11 +16,9 @@ from torch_xla_pp.runtime.torch_compat import (
 )
 
 __all__ = [
-    "SPLIT_MARK",
-    "Baked",
-    "Captured",
     "Pipe",
     "PipelineStage",
+    "SPLIT_MARK",
     "ScheduleFromTable",
     "XlaPipelineStage",
     "check_plain_module",

@@ -4,13 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch_xla_pp.compile import Program
-from torch_xla_pp.mesh import (
-    Collective,
-    LocalMesh,
-    TensorSpec,
-    collectives_of,
-    product_flops,
-)
+from torch_xla_pp.hlo import Collective, collectives_of, product_flops
+from torch_xla_pp.mesh import LocalMesh, TensorSpec
 
 _HINT = (
     "unknown: set XLA_FLAGS='--xla_dump_to=<folder of the rank> "

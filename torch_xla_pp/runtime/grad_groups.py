@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 
 from torch_xla_pp.compile import Grouping, RowGroups
-from torch_xla_pp.mesh import OpShardingArgs, TensorSpec
-from torch_xla_pp.runtime.placement import Placement
+from torch_xla_pp.hlo import OpShardingArgs
+from torch_xla_pp.mesh import TensorSpec
+from torch_xla_pp.runtime.world import World
 
 
 def grouping_of(
-    placement: Placement,
+    world: World,
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],
     parameters: Mapping[str, tuple[OpShardingArgs, int]],
@@ -16,26 +17,26 @@ def grouping_of(
     """Return the groups of rows of a stage, None if rows are not split.
 
     Args:
-        placement: The devices of this rank.
+        world: The devices of this rank.
         inputs: What the stage takes.
         outputs: What it makes.
         parameters: Role → how a parameter lies where it is used, and the number of its
             dimensions. Those that are split over the batch axis have no sums per
             group: their gradient is split from the start.
     """
-    if placement.num_groups == 1:
+    if world.num_groups == 1:
         return None
     dims: dict[str, int] = {}
     for name, specs in (("input", inputs), ("tangent", outputs)):
         for index, spec in enumerate(specs):
-            dim = placement.batch_dim(spec.partition)
+            dim = world.batch_dim(spec.partition)
             dims |= {} if dim is None else {f"{name}:{index}": dim}
     sums = {
-        role: placement.stacked(layout, num_dims)
+        role: world.stacked(layout, num_dims)
         for role, (layout, num_dims) in parameters.items()
     }
     return Grouping(
-        RowGroups(placement.num_groups, placement.rows_layout),
+        RowGroups(world.num_groups, world.rows_layout),
         dims,
         {role: sharding for role, sharding in sums.items() if sharding is not None},
     )

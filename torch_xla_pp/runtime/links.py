@@ -15,7 +15,7 @@ from torch_xla_pp.compile import Borders, Forwarded, route_in, route_out
 from torch_xla_pp.mesh import TensorSpec, Tiling
 from torch_xla_pp.plan import Fan, Value
 from torch_xla_pp.runtime.exchange import Exchange
-from torch_xla_pp.runtime.placement import Placement
+from torch_xla_pp.runtime.world import World
 from torch_xla_pp.transport import Direction, Message, ShardLayout
 
 
@@ -89,18 +89,18 @@ class Links:
     Args:
         ends: What the stage takes and makes.
         exchange: Carries values between stages.
-        placement: The devices of this rank.
+        world: The devices of this rank.
 
     Attributes:
         borders: What the stage's programs do themselves.
         unused: Outputs that need a gradient, but that no stage uses.
     """
 
-    def __init__(self, ends: Ends, exchange: Exchange, placement: Placement) -> None:
+    def __init__(self, ends: Ends, exchange: Exchange, world: World) -> None:
         self._ends = ends
         self._stage = ends.stage
         self._exchange = exchange
-        self._placement = placement
+        self._world = world
         self._own = ends.fans[ends.stage]
         self._input_of = {value: index for index, value in enumerate(ends.values)}
         is_remote = self._is_remote
@@ -190,7 +190,7 @@ class Links:
         found = grads.get(index)
         if found is not None:
             return found
-        return self._placement.zeros(self._ends.received[index])
+        return self._world.zeros(self._ends.received[index])
 
     def _take(
         self,
@@ -322,7 +322,7 @@ class Links:
                 ends.values[i] if is_input else Value(self._stage, i) for i in indices
             ),
             indices=tuple(indices),
-            layouts=tuple(self._placement.layout(specs[i]) for i in indices),
+            layouts=tuple(self._world.layout(specs[i]) for i in indices),
         )
 
     def _hands_to(self, producer: int) -> Iterator[_Hand]:

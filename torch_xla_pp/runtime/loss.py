@@ -15,11 +15,10 @@ from torch import Tensor
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import Constraints, LossProgram
 from torch_xla_pp.errors import PipelineError
-from torch_xla_pp.graph import Template
+from torch_xla_pp.graph import Captured, Template
 from torch_xla_pp.mesh import TensorSpec
-from torch_xla_pp.runtime.captured import Captured
-from torch_xla_pp.runtime.placement import Placement
 from torch_xla_pp.runtime.plan import autocast_dtype, example_of, spec_of
+from torch_xla_pp.runtime.world import World
 
 _logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class StageLoss:
 
     Args:
         function: The user's loss function.
-        placement: The devices of this rank.
+        world: The devices of this rank.
         scale: What the gradient of each microbatch is multiplied by.
 
     Attributes:
@@ -51,12 +50,12 @@ class StageLoss:
     """
 
     def __init__(
-        self, function: Callable[..., Any], placement: Placement, scale: float
+        self, function: Callable[..., Any], world: World, scale: float
     ) -> None:
         self.function = function
-        self._placement = placement
+        self._world = world
         self._constraints = (
-            None if placement.rules is None else Constraints(placement.constraint)
+            None if world.rules is None else Constraints(world.constraint)
         )
         self._scale_value = scale
         self._scales: dict[torch.dtype, Tensor] = {}
@@ -94,7 +93,7 @@ class StageLoss:
         if not isinstance(target, Tensor):
             return self.function(output, target), None
         template, outputs = Template.of(output)
-        partition = self._placement.batch_partition(tuple(target.shape), rows)
+        partition = self._world.batch_partition(tuple(target.shape), rows)
         wanted = (*specs, spec_of(target, partition, False))
         key = _Key(wanted, template, autocast_dtype(), self._captured)
         if key not in self._programs:
@@ -102,7 +101,7 @@ class StageLoss:
         program = self._programs[key]
         if program is None:
             return self.function(output, target), None
-        pinned = self._placement.place(target, partition)
+        pinned = self._world.place(target, partition)
         leaves = [value.detach() for value in outputs]
         found = program([*leaves, pinned], self._scale(program.dtype), marks)
         self.extra_bytes = program.extra_bytes
@@ -110,7 +109,7 @@ class StageLoss:
 
     def _compile(self, key: _Key) -> LossProgram | None:
         examples = [example_of(spec) for spec in key.inputs]
-        shardings = [self._placement.sharding(spec.partition) for spec in key.inputs]
+        shardings = [self._world.sharding(spec.partition) for spec in key.inputs]
         try:
             return LossProgram(
                 self.function, key.output, examples, shardings, self._constraints

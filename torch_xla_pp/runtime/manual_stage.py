@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch_xla_pp.compile import Remat
 from torch_xla_pp.mesh import Sharding
 from torch_xla_pp.plan import InputsFrom
-from torch_xla_pp.runtime.placement import AUTO, BatchAxis
 from torch_xla_pp.runtime.stage import XlaPipelineStage
+from torch_xla_pp.runtime.world import AUTO, BatchAxis
 
 
 class PipelineStage(XlaPipelineStage):

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.mesh import parse_sharding
+from torch_xla_pp.hlo import parse_sharding
 
 Kind = Literal["saved", "residual", "output", "loss", "kept"]
 """What a microbatch waits with.

@@ -12,19 +12,14 @@ from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import Constraints, Program, StagePrograms, accumulator
+from torch_xla_pp.deferred import lacking, record_resets, unwritten, value_of
 from torch_xla_pp.errors import PipelineError
-from torch_xla_pp.graph import lacking, record_resets, unwritten, value_of
-from torch_xla_pp.mesh import (
-    OpShardingArgs,
-    Partition,
-    Sharding,
-    assign_partitions,
-    parse_sharding,
-)
+from torch_xla_pp.hlo import OpShardingArgs, parse_sharding
+from torch_xla_pp.mesh import Partition, Sharding, assign_partitions
 from torch_xla_pp.runtime.gathered import GatheredWeights
 from torch_xla_pp.runtime.memory import Sizes, device_bytes
-from torch_xla_pp.runtime.placement import Placement
 from torch_xla_pp.runtime.torch_compat import take_value
+from torch_xla_pp.runtime.world import World
 
 
 class ModuleState:
@@ -33,7 +28,7 @@ class ModuleState:
     Args:
         module: The stage's module, on the host, on meta, or on the XLA device; moved
             in place. Parameters that are shared inside the module stay shared.
-        placement: The devices of this rank.
+        world: The devices of this rank.
         sharding: How parameters lie, see `mesh.assign_partitions`.
         whole_model: Name → shape of what all stages have, None if that is not known.
 
@@ -49,12 +44,12 @@ class ModuleState:
     def __init__(
         self,
         module: nn.Module,
-        placement: Placement,
+        world: World,
         sharding: Sharding,
         whole_model: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self._module = module
-        self._placement = placement
+        self._world = world
         self._sums: dict[str, Tensor] = {}
         self._spent: list[Tensor] = []
         self._spent_before: list[Tensor] = []
@@ -63,7 +58,7 @@ class ModuleState:
         self.copies: set[str] = set()
         self.fixed: dict[str, Tensor] = {}
         self._partitions = assign_partitions(
-            sharding, shapes_of(module), placement.local, whole_model=whole_model
+            sharding, shapes_of(module), world.local, whole_model=whole_model
         )
         record_resets(module)
         _unwrap(module)
@@ -73,7 +68,7 @@ class ModuleState:
         self._sum_bytes = self._given_bytes = 0
         # Weights that are used in another layout: made once a step, or each time.
         used = self._used_partitions()
-        is_once = placement.rules is not None and placement.rules.gather_once
+        is_once = world.rules is not None and world.rules.gather_once
         self._used_once = used if is_once else {}
         self._used_each_time = {} if is_once else used
         self.gathered = GatheredWeights(self._shardings(self._used_once))
@@ -95,10 +90,10 @@ class ModuleState:
 
     def constraints(self) -> Constraints | None:
         """Return how values lie while programs run, None if no axis rules say so."""
-        if self._placement.rules is None:
+        if self._world.rules is None:
             return None
         used = self._shardings(self._used_each_time)
-        return Constraints(self._placement.constraint, used)
+        return Constraints(self._world.constraint, used)
 
     def layouts(self) -> dict[str, tuple[OpShardingArgs, int]]:
         """Return how parameters are passed to programs, with their dimensions."""
@@ -106,7 +101,7 @@ class ModuleState:
         texts = xla_compat.sharding_texts([*self.fixed.values()])
         return {
             role: (
-                self._placement.sharding_args(gathered[role])
+                self._world.sharding_args(gathered[role])
                 if role in gathered
                 else parse_sharding(text),
                 value.dim(),
@@ -222,7 +217,7 @@ class ModuleState:
 
     def _used_partitions(self) -> dict[str, Partition]:
         """Return how weights lie where they are used, if not as they are kept."""
-        rules = self._placement.rules
+        rules = self._world.rules
         if rules is None:
             return {}
         names = [name for name, _ in self._module.named_parameters()]
@@ -232,7 +227,7 @@ class ModuleState:
     def _shardings(
         self, partitions: Mapping[str, Partition]
     ) -> dict[str, xla_compat.OpSharding]:
-        return {r: self._placement.sharding(p) for r, p in partitions.items()}
+        return {r: self._world.sharding(p) for r, p in partitions.items()}
 
     def _grads(self) -> dict[str, Tensor]:
         """Return the gradients that parameters have, laid out like them.
@@ -263,7 +258,7 @@ class ModuleState:
                     slots[key] = moved[id(value)]
         for name, value in _all_names(self._module):
             if not xla_compat.sharding_texts([value])[0] and name in self._partitions:
-                sharding = self._placement.sharding(self._partitions[name])
+                sharding = self._world.sharding(self._partitions[name])
                 xla_compat.annotate(value, sharding)
 
     def _move_parameter(self, name: str, value: nn.Parameter) -> None:
@@ -279,8 +274,8 @@ class ModuleState:
     def _uploaded(self, name: str, value: Tensor) -> Tensor:
         """Return a value on the device; the user may still shard what no rule does."""
         if name in self._partitions:
-            return self._placement.upload(value, self._partitions[name])
-        data = self._placement.upload(value, (None,) * value.dim())
+            return self._world.upload(value, self._partitions[name])
+        data = self._world.upload(value, (None,) * value.dim())
         xla_compat.forget_sharding(data)
         return data
 

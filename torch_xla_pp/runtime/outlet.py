@@ -15,24 +15,24 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import tangent
 from torch_xla_pp.mesh import TensorSpec
 from torch_xla_pp.runtime.memory import Kind, Shelf
-from torch_xla_pp.runtime.placement import Placement
 from torch_xla_pp.runtime.plan import Variant
 from torch_xla_pp.runtime.torch_compat import Schedule, grad_scale
+from torch_xla_pp.runtime.world import World
 
 
 class Outlet:
     """Keep the outputs of a last stage until their gradients are there.
 
     Args:
-        placement: The devices of this rank.
+        world: The devices of this rank.
         shelf: Where microbatches wait.
 
     Attributes:
         is_wanted: Whether the schedule returns the outputs at the end of this step.
     """
 
-    def __init__(self, placement: Placement, shelf: Shelf) -> None:
-        self._placement = placement
+    def __init__(self, world: World, shelf: Shelf) -> None:
+        self._world = world
         self._shelf = shelf
         self.is_wanted = True
         # Microbatch → what its loss may be computed from.
@@ -153,7 +153,7 @@ class Outlet:
             loss, [leaves[i] for i in wanted], allow_unused=True
         )
         return {
-            tangent(i): self._placement.pin(grad, specs[i].partition)
+            tangent(i): self._world.pin(grad, specs[i].partition)
             for i, grad in zip(wanted, grads, strict=True)
             if grad is not None
         }

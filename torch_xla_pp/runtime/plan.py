@@ -15,15 +15,14 @@ from torch.utils import _pytree as pytree
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import JointGraph, Remat, StagePrograms, export_joint
 from torch_xla_pp.errors import PipelineError, StageShapeError
-from torch_xla_pp.graph import Template, sharding_outputs
+from torch_xla_pp.graph import Captured, Template, sharding_outputs
 from torch_xla_pp.mesh import AxisRules, LogicalAxes, Partition, TensorSpec, Tiling
 from torch_xla_pp.plan import Fan, Value
-from torch_xla_pp.runtime.captured import Captured
 from torch_xla_pp.runtime.grad_groups import grouping_of
 from torch_xla_pp.runtime.links import Links
 from torch_xla_pp.runtime.memory import Sizes
 from torch_xla_pp.runtime.module_state import ModuleState
-from torch_xla_pp.runtime.placement import Placement
+from torch_xla_pp.runtime.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +215,7 @@ class StagePlan:
         mode: Mode,
         captured: Captured,
         module: nn.Module,
-        placement: Placement,
+        world: World,
         state: ModuleState,
         link: Callable[[tuple[TensorSpec, ...], Template], Links],
     ) -> Variant:
@@ -226,7 +225,7 @@ class StagePlan:
             mode: The mode, in which the module is now.
             captured: What the module reads.
             module: The stage's module.
-            placement: How its values lie on the devices.
+            world: How its values lie on the devices.
             state: Its parameters and buffers.
             link: Says for its outputs what is exchanged with other stages.
 
@@ -240,9 +239,9 @@ class StagePlan:
             return self._current[1]
         key = mode, self._offered
         if key not in self._variants:
-            joint = self._export(module, placement.rules)
+            joint = self._export(module, world.rules)
             self._check_written(mode, captured)
-            self._variants[key] = self._made(joint, placement, state, link)
+            self._variants[key] = self._made(joint, world, state, link)
         variant = self._variants[key]
         if self._offered is None:
             template = variant.programs.output_template
@@ -254,16 +253,16 @@ class StagePlan:
     def _made(
         self,
         joint: JointGraph,
-        placement: Placement,
+        world: World,
         state: ModuleState,
         link: Callable[[tuple[TensorSpec, ...], Template], Links],
     ) -> Variant:
         """Return what a trace of the module makes."""
-        self._check_constraints(placement, joint)
+        self._check_constraints(world, joint)
         outputs = tuple(
             spec_of(
                 value,
-                placement.layout_of(axes, tuple(value.shape), self.rows),
+                world.layout_of(axes, tuple(value.shape), self.rows),
                 needs_grad,
                 axes,
             )
@@ -280,13 +279,13 @@ class StagePlan:
         links = link(told, joint.output_template)
         programs = StagePrograms(
             joint,
-            [placement.sharding(spec.partition) for spec in outputs],
-            [placement.sharding(spec.partition) for spec in self.inputs],
+            [world.sharding(spec.partition) for spec in outputs],
+            [world.sharding(spec.partition) for spec in self.inputs],
             state.shardings(),
             links.borders,
             remat=self.remat,
             constraints=state.constraints(),
-            grouping=grouping_of(placement, self.inputs, outputs, state.layouts()),
+            grouping=grouping_of(world, self.inputs, outputs, state.layouts()),
         )
         lacking = tuple(
             index
@@ -333,8 +332,8 @@ class StagePlan:
             )
         self._left_by_trace = state
 
-    def _check_constraints(self, placement: Placement, joint: JointGraph) -> None:
-        faults = placement.constraint_faults(
+    def _check_constraints(self, world: World, joint: JointGraph) -> None:
+        faults = world.constraint_faults(
             (axes, tuple(value.shape)) for axes, value in joint.constraints
         )
         if faults:

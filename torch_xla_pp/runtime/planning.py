@@ -17,7 +17,6 @@ from torch_xla_pp.mesh import TensorSpec
 from torch_xla_pp.plan import Wiring
 from torch_xla_pp.runtime import handshake
 from torch_xla_pp.runtime.handshake import Offer
-from torch_xla_pp.runtime.placement import Placement
 from torch_xla_pp.runtime.plan import (
     Signature,
     StagePlan,
@@ -25,6 +24,7 @@ from torch_xla_pp.runtime.plan import (
     describe_all,
     spec_of,
 )
+from torch_xla_pp.runtime.world import World
 from torch_xla_pp.transport import Rendezvous
 
 
@@ -34,7 +34,7 @@ class StagePlanning:
     Args:
         stage: Index of the stage.
         module: Its module.
-        placement: The devices of this rank.
+        world: The devices of this rank.
         rendezvous: What the ranks agree by.
         remat: Which forward values the backward computes again.
         expected_inputs: What the positional inputs must look like, None if anything
@@ -46,7 +46,7 @@ class StagePlanning:
         self,
         stage: int,
         module: nn.Module,
-        placement: Placement,
+        world: World,
         rendezvous: Rendezvous,
         remat: Remat,
         expected_inputs: Sequence[Tensor] | None,
@@ -54,7 +54,7 @@ class StagePlanning:
     ) -> None:
         self._stage = stage
         self._module = module
-        self._placement = placement
+        self._world = world
         self._rendezvous = rendezvous
         self._remat = remat
         self._expected_inputs = expected_inputs
@@ -89,7 +89,7 @@ class StagePlanning:
         signature, outside = Signature.of(args, own)
         previous = offers.get(self._stage - 1)
         rows = _first_rows(outside) if previous is None else previous.rows
-        self._placement.check_batch(rows)
+        self._world.check_batch(rows)
         received = self._arriving(
             [offers[v.stage].values[v.slot] for v in values], rows
         )
@@ -144,7 +144,7 @@ class StagePlanning:
 
         With the sender's mesh and rules that is as they leave.
         """
-        faults = self._placement.constraint_faults(
+        faults = self._world.constraint_faults(
             (spec.axes, spec.shape) for spec in offered if spec.axes is not None
         )
         if faults:
@@ -153,7 +153,7 @@ class StagePlanning:
                 "takes from other stages, got:\n  " + "\n  ".join(faults) + "\nAdd the "
                 "names to AxisRules.axes on this rank, or change its mesh."
             )
-        layout_of = self._placement.layout_of
+        layout_of = self._world.layout_of
         return tuple(
             replace(spec, partition=layout_of(spec.axes, spec.shape, rows))
             for spec in offered
@@ -166,7 +166,7 @@ class StagePlanning:
                 "got one with requires_grad=True. Detach it; gradients of a "
                 "pipeline's inputs are not computed."
             )
-        partition = self._placement.batch_partition(tuple(value.shape), rows)
+        partition = self._world.batch_partition(tuple(value.shape), rows)
         return spec_of(value, partition, False)
 
     def _check_inputs(

@@ -25,7 +25,7 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import Remat, StagePrograms, check_remat, tangent
 from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PipelineError, StageShapeError
-from torch_xla_pp.graph import Template, follow_mode
+from torch_xla_pp.graph import Baked, Captured, Template, follow_mode
 from torch_xla_pp.mesh import (
     AxisRules,
     LogicalAxes,
@@ -35,7 +35,6 @@ from torch_xla_pp.mesh import (
 )
 from torch_xla_pp.plan import InputsFrom, StageInputs, Value, Wiring
 from torch_xla_pp.runtime import handshake
-from torch_xla_pp.runtime.captured import Baked, Captured
 from torch_xla_pp.runtime.checks import (
     check_batch,
     check_device,
@@ -60,7 +59,6 @@ from torch_xla_pp.runtime.memory import (
 from torch_xla_pp.runtime.module_state import ModuleState
 from torch_xla_pp.runtime.orders import order_of
 from torch_xla_pp.runtime.outlet import Outlet
-from torch_xla_pp.runtime.placement import AUTO, BatchAxis, Placement
 from torch_xla_pp.runtime.plan import (
     Mode,
     Signature,
@@ -98,6 +96,7 @@ from torch_xla_pp.runtime.torch_compat import (
     set_loss_function,
     wants_outputs,
 )
+from torch_xla_pp.runtime.world import AUTO, BatchAxis, World
 from torch_xla_pp.schedule import Action, Kind, verify
 from torch_xla_pp.transport import Message, of_group
 
@@ -190,13 +189,13 @@ class XlaPipelineStage(SilentStage):
             self._inputs_from = StageInputs.of(stage_index, inputs_from)
             super().__init__(submodule, stage_index, num_stages, device, group)
             rules = sharding if isinstance(sharding, AxisRules) else None
-            self._placement = Placement(mesh, batch_axis, rules)
+            self._world = World(mesh, batch_axis, rules)
             # Before parameters have a new life on the device.
             self._patterns = matched_patterns(rules, submodule, whole_model)
             mirrors = separated(submodule, tied or {})
             self._state = ModuleState(
                 submodule,
-                self._placement,
+                self._world,
                 {} if sharding is None else sharding,
                 whole_model,
             )
@@ -217,7 +216,7 @@ class XlaPipelineStage(SilentStage):
         self._planning = StagePlanning(
             stage_index,
             submodule,
-            self._placement,
+            self._world,
             self._pg.rendezvous,
             remat,
             expected_inputs,
@@ -231,7 +230,7 @@ class XlaPipelineStage(SilentStage):
         own = Baked(self._captured, has_hooks=True)
         self._baked = [] if baked is None else [baked, own]
         self._shelf = Shelf()
-        self._outlet = Outlet(self._placement, self._shelf)
+        self._outlet = Outlet(self._world, self._shelf)
         self._recorder: StepRecorder | None = None
         self._last_forward = 0
         self._num_done = 0
@@ -262,7 +261,7 @@ class XlaPipelineStage(SilentStage):
         """
         plan = self._plan()
         variant = self._variant(plan)
-        mesh = self._placement.local
+        mesh = self._world.local
         programs = {**self._state.programs, **variant.programs.compiled}
         return Explanation(
             stage=self.stage_index,
@@ -316,7 +315,7 @@ class XlaPipelineStage(SilentStage):
             rows: Rows of a microbatch.
             logical: What `shard` called its dimensions, None if nothing.
         """
-        axes = self._placement.layout_of(logical, shape, rows)
+        axes = self._world.layout_of(logical, shape, rows)
         return f"({', '.join(map(str, axes))})"
 
     # Called by a schedule at the start of every step.
@@ -459,7 +458,7 @@ class XlaPipelineStage(SilentStage):
         function = loss_function(schedule)
         if function is None or not self.is_last:
             return None
-        loss = StageLoss(function, self._placement, grad_scale(schedule))
+        loss = StageLoss(function, self._world, grad_scale(schedule))
 
         def compute(output: Any, target: Any) -> Any:
             with self._reporting():
@@ -512,7 +511,7 @@ class XlaPipelineStage(SilentStage):
     def _tilings(self, plan: StagePlan) -> tuple[int, dict[Value, Tiling]]:
         """Return the stage, and how what it takes and makes lies on this rank."""
         held = plan.held(self._variant(plan).outputs)
-        layout = self._placement.layout
+        layout = self._world.layout
         return plan.stage, {value: layout(x).tiling for value, x in held.items()}
 
     def _plan_of_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StagePlan:
@@ -590,10 +589,10 @@ class XlaPipelineStage(SilentStage):
             me = self.stage_index
             fans = {**plan.fans, me: self._wiring.fan(me, output)}
             ends = Ends(me, plan.values, plan.received, outputs, fans, plan.tilings)
-            return Links(ends, self._exchange, self._placement)
+            return Links(ends, self._exchange, self._world)
 
         return plan.variant(
-            self._mode, self._captured, self.submod, self._placement, self._state, link
+            self._mode, self._captured, self.submod, self._world, self._state, link
         )
 
     # Actions.
@@ -702,7 +701,7 @@ class XlaPipelineStage(SilentStage):
                 "later stage may change only when the first stage's do."
             )
         given = [
-            self._placement.pin(value, spec.partition)
+            self._world.pin(value, spec.partition)
             for value, spec in zip(outside, plan.given, strict=True)
         ]
         xla_compat.materialize(given)
@@ -735,7 +734,7 @@ class XlaPipelineStage(SilentStage):
         for index in variant.links.unused:
             name = tangent(index)
             if name not in found:
-                found[name] = self._placement.zeros(variant.outputs[index])
+                found[name] = self._world.zeros(variant.outputs[index])
         return found
 
     def _fixed(self, programs: StagePrograms) -> dict[str, Tensor]:

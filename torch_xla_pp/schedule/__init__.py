@@ -1,13 +1,18 @@
 """WHEN: the order of actions on each rank, as data."""
 
 from torch_xla_pp.schedule.action import Action, Kind
-from torch_xla_pp.schedule.dag import dag_1f1b
+from torch_xla_pp.schedule.builders.dag import dag_1f1b
+from torch_xla_pp.schedule.builders.looped import (
+    gpipe,
+    interleaved_1f1b,
+    one_f_one_b,
+    zb1p,
+)
+from torch_xla_pp.schedule.builders.v_shaped import dualpipev, zbv
 from torch_xla_pp.schedule.edges import carriers_of, chain_of
 from torch_xla_pp.schedule.live import peak_live
-from torch_xla_pp.schedule.looped import gpipe, interleaved_1f1b, one_f_one_b, zb1p
 from torch_xla_pp.schedule.schedule import Schedule
-from torch_xla_pp.schedule.v_shaped import dualpipev, zbv
-from torch_xla_pp.schedule.verify import verify
+from torch_xla_pp.schedule.verify.verify import verify
 
 __all__ = [
     "Action",

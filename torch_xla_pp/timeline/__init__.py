@@ -2,10 +2,15 @@
 
 from torch_xla_pp.timeline.chrome import to_chrome
 from torch_xla_pp.timeline.gantt import to_picture
-from torch_xla_pp.timeline.live import peak_saved
 from torch_xla_pp.timeline.merge import merge
 from torch_xla_pp.timeline.span import Span, Transfer
-from torch_xla_pp.timeline.summary import EdgeSummary, RankSummary, Summary, summarize
+from torch_xla_pp.timeline.summary import (
+    EdgeSummary,
+    RankSummary,
+    Summary,
+    peak_saved,
+    summarize,
+)
 from torch_xla_pp.timeline.timeline import Timeline
 
 __all__ = [

@@ -2,11 +2,7 @@
 
 from torch_xla_pp.transport import recording
 from torch_xla_pp.transport.clock import clock_offset_ns
-from torch_xla_pp.transport.in_graph import (
-    InGraphTransport,
-    receive_op,
-    send_op,
-)
+from torch_xla_pp.transport.in_graph import InGraphTransport, receive_op, send_op
 from torch_xla_pp.transport.inbox import Ticket
 from torch_xla_pp.transport.pieces import part_sizes
 from torch_xla_pp.transport.process_group import (
@@ -39,6 +35,7 @@ __all__ = [
     "part_sizes",
     "receive_op",
     "recording",
+    "register_backend",
     "send_op",
 ]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_xla_pp.mesh import Runs, Tiling, reshard
-from torch_xla_pp.transport.shards import from_bytes, to_bytes
+from torch_xla_pp.transport.shard_bytes import from_bytes, to_bytes
 from torch_xla_pp.transport.stage_transport import ShardLayout
 
 

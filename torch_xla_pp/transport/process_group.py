@@ -34,7 +34,7 @@ from torch.distributed import ReduceOp
 from torch_xla_pp import env, xla_compat
 from torch_xla_pp.errors import TransportError
 from torch_xla_pp.native import Unavailable
-from torch_xla_pp.transport.c10d import (
+from torch_xla_pp.transport.gloo_compat import (
     AllgatherOptions,
     AllreduceOptions,
     BarrierOptions,
@@ -43,11 +43,11 @@ from torch_xla_pp.transport.c10d import (
     ProcessGroupGloo,
     Store,
 )
-from torch_xla_pp.transport.host_transport import HostTransport
+from torch_xla_pp.transport.host import HostTransport
 from torch_xla_pp.transport.in_graph import InGraphTransport
 from torch_xla_pp.transport.inbox import Parcel
 from torch_xla_pp.transport.rendezvous import Rendezvous
-from torch_xla_pp.transport.shards import (
+from torch_xla_pp.transport.shard_bytes import (
     Description,
     assign,
     check_alike,

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from torch_xla_pp import env
 from torch_xla_pp.errors import TransportError
-from torch_xla_pp.transport.c10d import PrefixStore, Store
+from torch_xla_pp.transport.gloo_compat import PrefixStore, Store
 
 Kind = Literal["control", "data"]
 Receiver = Callable[[int, Any, list[Tensor]], None]

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.errors import TransportError
-from torch_xla_pp.mesh import OpShardingArgs, Tiling, parse_sharding
+from torch_xla_pp.hlo import OpShardingArgs, parse_sharding
+from torch_xla_pp.mesh import Tiling
 
 Direction = Literal["F", "B", "S"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)

@@ -1,0 +1,102 @@
+"""What a stage says of its costs is true."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from joining import join
+from torch import Tensor, nn
+from torch.distributed.pipelining import ScheduleGPipe
+from torch.nn import functional as F
+
+import torch_xla_pp as xpp
+from torch_xla_pp.hlo import Collective
+from torch_xla_pp.runtime.explanation import Explanation, ProgramCost
+from torch_xla_pp.testing import Worlds
+
+ROWS, LENGTH, WIDTH, CLASSES = 2, 6, 16, 40
+
+
+@pytest.mark.pure
+def test_an_explanation_reads_like_this() -> None:
+    gather = Collective(kind="all-gather", axes=("data",), count=2, num_bytes=64)
+    explanation = Explanation(
+        stage=1,
+        num_parameters=8,
+        parameter_bytes=16,
+        received_bytes=32,
+        sent_bytes=20,
+        programs=(
+            ProgramCost(name="forward", collectives=(gather,), flops=160),
+            ProgramCost(name="inference", collectives=()),
+        ),
+        reduced_per_microbatch={"up": "flip is not cut", "down": "flip is not cut"},
+        moves=("float32[8] from stage 0: 4 on 4 devices -> 2 on 2 devices",),
+    )
+    assert str(explanation).splitlines() == [
+        "stage 1, on each device",
+        "  16 bytes of 8 parameters and of buffers",
+        "  32 bytes in, 20 bytes out, per microbatch, 8 FLOP per byte out",
+        "    float32[8] from stage 0: 4 on 4 devices -> 2 on 2 devices",
+        "  gradients reduced in every microbatch, as flip is not cut: up, down",
+        "  forward: 160 FLOP",
+        "    2 all-gather over data: 64 bytes, 2.5 FLOP per byte",
+        "  inference: 0 FLOP",
+        "    no collectives",
+    ]
+
+
+@pytest.mark.pure
+def test_without_a_dump_the_collectives_are_said_to_be_unknown() -> None:
+    cost = ProgramCost(name="forward", collectives=None)
+    assert str(cost).startswith("  forward: unknown: set XLA_FLAGS='--xla_dump_to=")
+
+
+class Attention(nn.Module):
+    """Products of two matrices, and of batches of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.into(x).chunk(3, dim=-1)
+        return self.out(F.scaled_dot_product_attention(q, k, v))
+
+
+def explained() -> tuple[dict[str, int], dict[str, int]]:
+    """Return the FLOP of each program, and of those of a second schedule."""
+    join()
+    stage = xpp.PipelineStage(Attention(), 0, 1, xpp.device())
+    x, y = torch.randn(2, ROWS, LENGTH, WIDTH), torch.randn(2, ROWS, LENGTH, CLASSES)
+    found = []
+    for _ in range(2):
+        schedule = ScheduleGPipe(stage, 2, loss_fn=F.mse_loss)
+        schedule.step(x.flatten(0, 1), target=y.flatten(0, 1))
+        programs = stage.explain().programs
+        found.append({program.name: program.flops for program in programs})
+    return found[0], found[1]
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("products", ["torch", "xla"])
+def test_flops_are_those_of_the_module_whoever_multiplies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, products: str
+) -> None:
+    flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setenv("TORCH_XLA_PP_PRODUCTS", products)
+    with Worlds() as worlds:
+        ((first, second),) = worlds.run(explained, ranks=1)
+    tokens = ROWS * LENGTH
+    linear = {
+        "into": 2 * tokens * WIDTH * 3 * WIDTH,
+        "out": 2 * tokens * WIDTH * CLASSES,
+    }
+    attention = 2 * (2 * ROWS * LENGTH * LENGTH * WIDTH)
+    assert first == {
+        "forward": linear["into"] + linear["out"] + attention,
+        # Nobody needs the gradient of the input.
+        "backward": linear["into"] + 2 * linear["out"] + 2 * attention,
+    }
+    assert second == first

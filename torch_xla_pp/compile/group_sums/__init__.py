@@ -1,0 +1,1 @@
+"""Gradients summed per group of rows: reduced once a step, not per microbatch."""

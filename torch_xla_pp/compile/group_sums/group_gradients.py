@@ -1,0 +1,67 @@
+"""Gradients of parameters as sums per group of rows.
+
+A gradient is a sum over the rows of a microbatch, most often in its last operations. If
+rows are split over devices, these have to add up, after each microbatch. So this pass
+replaces a gradient by its parts, one for each group of rows (see `parts.py`). The
+parts of many microbatches are added up without any exchange.
+
+Source: that data-parallel gradients are best reduced once a step, after the loop over
+microbatches, is in section 5.2.1 of the JaxPP paper (Xhebraj et al., Scaling Deep
+Learning Training with MPMD Pipeline Parallelism, 2024).
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.compile.export import JointGraph
+from torch_xla_pp.compile.group_sums.batch_dims import Place, batch_places
+from torch_xla_pp.compile.group_sums.part_rules import RULES
+from torch_xla_pp.compile.group_sums.parts import Parts
+from torch_xla_pp.compile.group_sums.row_groups import RowGroups
+
+
+class Grouping(NamedTuple):
+    """Say how gradients are summed up per group of rows.
+
+    Attributes:
+        rows: The groups.
+        dims: Role of an input or tangent → the dimension in which it has the batch.
+        sums: Role of a parameter → how the sums of its gradient lie; those that are
+            left out keep one sum.
+    """
+
+    rows: RowGroups
+    dims: Mapping[str, int]
+    sums: Mapping[str, xla_compat.OpSharding]
+
+
+def group_gradients(joint: JointGraph, grouping: Grouping) -> dict[str, str]:
+    """Replace gradients in a joint graph by their parts.
+
+    Args:
+        joint: Changed in place.
+        grouping: Which gradients, and the groups.
+
+    Returns:
+        Role → why not, for the parameters whose gradient stays what it is.
+    """
+    rows = grouping.rows
+    known = {
+        node: Place(grouping.dims[role])
+        for node, role in joint.roles.items()
+        if role in grouping.dims
+    }
+    places = batch_places(joint.graph.graph, known, rows.size)
+    parts = Parts(joint, rows, places, RULES)
+    refused: dict[str, str] = {}
+    for role, grad in joint.parameter_grads.items():
+        if role not in grouping.sums:
+            refused[role] = "the parameter is split over the batch axis"
+            continue
+        found = parts.of(grad)
+        if found is None:
+            refused[role] = f"{parts.stopped[grad]} is not cut into groups of rows"
+        else:
+            joint.parameter_grads[role] = found
+    return refused

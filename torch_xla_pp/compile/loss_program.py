@@ -1,0 +1,127 @@
+"""The loss of a microbatch and its gradient by the stage's outputs, as one program."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.compile.captured_tensors import Constants
+from torch_xla_pp.compile.export import JointGraph, export_joint
+from torch_xla_pp.compile.lowering import Constraints
+from torch_xla_pp.compile.partition import value_and_grads
+from torch_xla_pp.compile.program import Program
+from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.graph import Template
+
+_SCALE = "tangent:0"
+
+
+class _LossModule(nn.Module):
+    """Call a loss function with the outputs put together as it expects them."""
+
+    def __init__(self, function: Callable[..., Any], output: Template) -> None:
+        super().__init__()
+        self.function = function
+        self._output = output
+
+    def forward(self, *tensors: Tensor) -> Any:
+        """Take the tensors of the outputs, then the target."""
+        *outputs, target = tensors
+        return self.function(self._output.fill(outputs), target)
+
+
+class LossProgram:
+    """Compute a loss, and its gradient scaled by a factor, in one program.
+
+    The function is traced at the first call. Tensors that it captures are read anew
+    when they were written to; all else that it reads from outside is built in.
+
+    Args:
+        function: Takes the stage's output and the target, returns a scalar.
+        output: How the stage's outputs are put together.
+        inputs: Examples of the outputs' tensors and of the target; only metadata
+            counts.
+        shardings: Sharding of each of them; gradients get the same.
+        constraints: How values lie meanwhile, None to leave that to XLA.
+
+    Raises:
+        PipelineError: The loss is no scalar, or has parameters of its own to train.
+        Exception: The function cannot be traced.
+
+    Attributes:
+        dtype: The dtype of the loss.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        output: Template,
+        inputs: Sequence[Tensor],
+        shardings: Sequence[xla_compat.OpSharding],
+        constraints: Constraints | None = None,
+    ) -> None:
+        module = _LossModule(function, output)
+        joint = export_joint(module, inputs, {})
+        if any(value.requires_grad for value in inputs):
+            _check(joint)
+        state: dict[str, Tensor] = {
+            f"param:{n}": value for n, value in module.named_parameters()
+        }
+        state |= {f"buffer:{n}": value for n, value in module.named_buffers()}
+        self._constants = Constants({**joint.constants, **state})
+        piece = value_and_grads(joint)
+        self._value = piece.outputs[0]
+        self._grads = {
+            i: joint.roles.get(node, node.name)
+            for i, node in joint.input_grads.items()
+            if node is not None
+        }
+        names = [f"input:{i}" for i in range(len(inputs))]
+        pins = {name: shardings[i] for i, name in self._grads.items()}
+        pins[self._value] = xla_compat.replicated_sharding()
+        self._program = Program(piece, pins, names, constraints=constraints)
+        self.dtype = joint.example_outputs[0][0].dtype
+
+    @property
+    def extra_bytes(self) -> int:
+        """Return what a run takes on a device beside its arguments, zero if unknown."""
+        return self._program.extra_bytes
+
+    def __call__(
+        self,
+        inputs: Sequence[Tensor],
+        scale: Tensor,
+        marks: Mapping[str, Tensor],
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Enqueue the program.
+
+        Args:
+            inputs: The outputs' tensors and the target, on the device.
+            scale: What to multiply the gradient by, a scalar of the loss's dtype on
+                the device.
+            marks: The `MARK` of the action that it is part of, nothing if that is not
+                recorded.
+
+        Returns:
+            The loss, and input index → gradient.
+        """
+        values = {f"input:{i}": value for i, value in enumerate(inputs)}
+        values |= {_SCALE: scale, **marks}
+        values |= self._program({**self._constants.values(), **values})
+        return values[self._value], {i: values[n] for i, n in self._grads.items()}
+
+
+def _check(joint: JointGraph) -> None:
+    shapes = [list(value.shape) for value, _ in joint.example_outputs]
+    if shapes != [[]]:
+        raise PipelineError(
+            f"loss_fn: expected a loss of shape [], got {', '.join(map(str, shapes))}. "
+            "Take the mean or the sum over the microbatch."
+        )
+    trained = [*joint.parameter_grads, *joint.buffer_updates]
+    if trained:
+        raise PipelineError(
+            "loss_fn: expected nothing that is trained or updated in the loss, got "
+            f"{', '.join(trained)}. Put it into the module of the last stage."
+        )

@@ -1,0 +1,24 @@
+"""Models without memory: built, named and filled later."""
+
+from torch_xla_pp.deferred.deferred_init import deferred_init
+from torch_xla_pp.deferred.fake import as_on_host, back_to_meta
+from torch_xla_pp.deferred.materialize import (
+    lacking,
+    materialize,
+    record_resets,
+    unwritten,
+)
+from torch_xla_pp.deferred.recipes import record_of, share_record, value_of
+
+__all__ = [
+    "as_on_host",
+    "back_to_meta",
+    "deferred_init",
+    "lacking",
+    "materialize",
+    "record_of",
+    "record_resets",
+    "share_record",
+    "unwritten",
+    "value_of",
+]

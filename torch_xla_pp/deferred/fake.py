@@ -1,0 +1,61 @@
+"""Trace modules on meta as if they were on the host.
+
+Models ask tensors for their device, and not all they do with the answer knows meta:
+`torch.autocast(x.device.type)`, for one. Traced on fake tensors of the host they
+give the same graph as models that are there.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from torch_xla_pp.deferred.deferred_init import constant
+from torch_xla_pp.deferred.materialize import replace_tensors
+from torch_xla_pp.deferred.naming import named_values
+from torch_xla_pp.deferred.recipes import meta_like, record_of, share_record
+
+
+@contextlib.contextmanager
+def as_on_host(module: nn.Module) -> Iterator[Callable[[Any], Any]]:
+    """Let a module of which something is on meta look as if it were on the host.
+
+    Yields:
+        What does the same with the tensors of a pytree.
+    """
+    if not any(value.is_meta for _, value in named_values(module)):
+        yield lambda tree: tree
+        return
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def faked(value: Tensor) -> Tensor:
+        data = value.detach() if value.is_meta else constant(value)
+        return FakeTensor(mode, data, torch.device("cpu"))
+
+    undo = replace_tensors(module, faked)
+    try:
+        yield lambda tree: pytree.tree_map_only(Tensor, faked, tree)
+    finally:
+        for slots, key, value in undo:
+            slots[key] = value
+
+
+def back_to_meta(module: nn.Module) -> None:
+    """Put the fake tensors of a traced module on meta, each with its values."""
+    replace_tensors(module, _unfaked)
+
+
+def _unfaked(value: Tensor) -> Tensor:
+    if not isinstance(value, FakeTensor):
+        return value
+    if value.constant is not None:
+        return constant(value.constant)
+    data = meta_like(value)
+    record = record_of(value)
+    if record is not None:
+        share_record(record, data)
+    return data

@@ -1,0 +1,72 @@
+"""Whose random numbers a recorded operation draws.
+
+Each random operation belongs to the first named tensor of a model that needs it. The
+first name that a tensor gets counts.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+
+from torch import Tensor, nn
+
+from torch_xla_pp.deferred.recipes import needed_for, record_of
+
+# An attribute of modules that were built under deferred_init.
+_MARK = "_torch_xla_pp_is_deferred"
+
+
+def named_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors of a module, buffers or not, under all of their names."""
+    for path, sub in module.named_modules(remove_duplicate=False):
+        slots = chain(sub._parameters.items(), sub._buffers.items(), vars(sub).items())
+        for key, value in slots:
+            if isinstance(value, Tensor):
+                yield f"{path}.{key}" if path else key, value
+
+
+def name_values(module: nn.Module) -> None:
+    """Give names to recorded values of a module that have none."""
+    _name(named_values(module))
+
+
+def name_built(modules: Sequence[nn.Module]) -> None:
+    """Give names to what was recorded while modules were built.
+
+    Args:
+        modules: All modules, in the order in which they got their first part. Names
+            count from those that are part of no other; of equal names the later ones
+            get a number.
+    """
+    inner = {child for module in modules for child in module.children()}
+    counts: dict[str, int] = {}
+    for root in [module for module in modules if module not in inner]:
+        named = list(named_values(root))
+        _name((_numbered(name, counts.get(name, 0)), value) for name, value in named)
+        for name in dict.fromkeys(name for name, _ in named):
+            counts[name] = counts.get(name, 0) + 1
+    for module in modules:
+        setattr(module, _MARK, True)
+
+
+def is_deferred(module: nn.Module) -> bool:
+    """Return whether a module was built under deferred_init, or copied from one."""
+    return hasattr(module, _MARK)
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}#{number}" if number else name
+
+
+def _name(named: Iterable[tuple[str, Tensor]]) -> None:
+    for name, value in named:
+        record = record_of(value) if value.is_meta else None
+        if record is None:
+            continue
+        drawn = [op for op in needed_for(record) if op.seed is not None]
+        count = sum(op.owner is not None and op.owner[0] == name for op in drawn)
+        for operation in drawn:
+            if operation.owner is None:
+                operation.owner = (name, count)
+                count += 1
+        if record.version is None:
+            record.version = value._version

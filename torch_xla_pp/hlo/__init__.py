@@ -1,0 +1,21 @@
+"""Readers of XLA's own texts: shardings, collectives, products."""
+
+from torch_xla_pp.hlo.collectives import Collective, collectives_of
+from torch_xla_pp.hlo.product_flops import OWN_PRODUCT, product_flops
+from torch_xla_pp.hlo.sharding import (
+    REPLICATED,
+    OpShardingArgs,
+    parse_sharding,
+    stacked,
+)
+
+__all__ = [
+    "Collective",
+    "OWN_PRODUCT",
+    "OpShardingArgs",
+    "REPLICATED",
+    "collectives_of",
+    "parse_sharding",
+    "product_flops",
+    "stacked",
+]

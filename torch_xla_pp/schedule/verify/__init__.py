@@ -1,0 +1,1 @@
+"""The laws that a schedule keeps, and what breaks them."""

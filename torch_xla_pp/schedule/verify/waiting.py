@@ -1,0 +1,58 @@
+"""Run ranks that wait for each other, without computing anything."""
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+
+from torch_xla_pp.schedule.verify.lookup import Key, Place
+
+
+def find_cycle(
+    rows: Sequence[Sequence[Key]],
+    waits: Mapping[Key, Sequence[Key]],
+    at: Mapping[Key, Place],
+) -> list[tuple[Place, Key]]:
+    """Return ranks that wait for each other for ever, none if all reach their end.
+
+    Args:
+        rows: The actions of each rank.
+        waits: Action → actions of other ranks that have to be done before.
+        at: The place of every action.
+
+    Returns:
+        Where each rank of the cycle stands, and what it waits for there; each waits
+        for the next one, the last for the first.
+    """
+    stuck = _run(rows, waits)
+    if not stuck:
+        return []
+    path: list[int] = []
+    rank = min(stuck)
+    while rank not in path:
+        path.append(rank)
+        rank = at[stuck[rank][1]].rank
+    return [(Place(r, stuck[r][0]), stuck[r][1]) for r in path[path.index(rank) :]]
+
+
+def _run(
+    rows: Sequence[Sequence[Key]], waits: Mapping[Key, Sequence[Key]]
+) -> dict[int, tuple[int, Key]]:
+    """Run all ranks as far as they get; return the step and the wish of stuck ones."""
+    steps = [0] * len(rows)
+    done: set[Key] = set()
+    sleepers: defaultdict[Key, list[int]] = defaultdict(list)
+    stuck: dict[int, tuple[int, Key]] = {}
+    awake = deque(range(len(rows)))
+    while awake:
+        rank = awake.popleft()
+        stuck.pop(rank, None)
+        for step in range(steps[rank], len(rows[rank])):
+            key = rows[rank][step]
+            wanted = next((k for k in waits.get(key, ()) if k not in done), None)
+            steps[rank] = step
+            if wanted is not None:
+                stuck[rank] = step, wanted
+                sleepers[wanted].append(rank)
+                break
+            done.add(key)
+            awake.extend(sleepers.pop(key, ()))
+    return stuck
