@@ -15,12 +15,13 @@ LAYERS = (
     ("mesh", "schedule", "timeline", "xla_compat", "dump"),
     ("hlo", "native"),
     ("deferred", "transport"),
-    ("graph",),
+    ("graph", "world"),
     ("plan", "simulate"),
     ("compile",),
     ("runtime",),
-    ("launch",),
+    ("profile", "launch"),
     ("cli",),
+    ("torch_pipe",),
     ("pipeline", "spmd_pipeline", "__init__", "__main__", "testing"),
 )
 LAYER_OF = {name: i for i, names in enumerate(LAYERS) for name in names}

@@ -32,8 +32,8 @@ if sys.orig_argv[1:3] != ["-m", "torch_xla_pp"]:
         PipelineStage,
         ScheduleFromTable,
         clip_grad_norm_,
-        profile_step,
     )
+    from torch_xla_pp.profile import profile_step
     from torch_xla_pp.schedule import Action, Schedule
     from torch_xla_pp.spmd_pipeline import spmd_pipeline
     from torch_xla_pp import xla_compat

@@ -116,14 +116,14 @@ def failure_between_steps() -> None:
         dist.barrier()
         rendezvous.report(ValueError("no batch"))
     else:
-        settle = stage._exchange.settle
+        settle = stage.process_group.transport.settle
 
         def late() -> None:
             dist.barrier()
             rendezvous.wait_until(lambda _: not rendezvous.calm(), 30, lambda: "it")
             settle()
 
-        stage._exchange.settle = late  # type: ignore[method-assign]
+        stage.process_group.transport.settle = late  # type: ignore[method-assign]
         with pytest.raises(ValueError, match="no batch"):
             step()
     for got, want in zip(stage.submod.buffers(), before, strict=True):

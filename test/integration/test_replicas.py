@@ -172,7 +172,7 @@ def unequal_replicas() -> None:
     assert " in replica 1.\n" in text
     assert "more parameters differ. Seed all replicas alike, or load" in text
     with pytest.raises(ValueError, match=r"replicas: .* same replicas to stages 0, 1"):
-        agree_on_replicas({0: schedule._stage._replicas, 1: None}, 2)
+        agree_on_replicas({0: schedule._stage.model.replicas, 1: None}, 2)
 
 
 def ranks_of_the_pipeline() -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.mesh import Tiling
-from torch_xla_pp.runtime.recorder import StepRecorder
+from torch_xla_pp.runtime.observer import NOBODY, Observer
 from torch_xla_pp.transport import (
     InGraphTransport,
     Message,
@@ -23,12 +23,12 @@ class Exchange:
     lie, on the devices of the other rank.
 
     Attributes:
-        recorder: Notes what goes through the host, if anybody wants to know.
+        observer: Watches what goes through the host.
     """
 
     def __init__(self, group: XlaPpProcessGroup) -> None:
         self._group = group
-        self.recorder: StepRecorder | None = None
+        self.observer: Observer = NOBODY
 
     @property
     def transport_name(self) -> str:
@@ -86,8 +86,7 @@ class Exchange:
     ) -> None:
         """Send `values` to group rank `rank`; does not wait for it."""
         # Noted first: the other rank may have it before the call returns.
-        if self.recorder is not None:
-            self.recorder.note_sent(message, values, there)
+        self.observer.sent(message, values, there)
         self._group.transport.send(message, rank, values, there)
 
     def receive(
@@ -98,9 +97,7 @@ class Exchange:
         there: Sequence[Tiling] | None = None,
     ) -> list[Tensor]:
         """Return the values of `message` from group rank `rank`."""
-        if self.recorder is None:
-            return self._group.transport.recv(message, rank, layouts, there)
-        with self.recorder.receiving(message):
+        with self.observer.receiving(message):
             return self._group.transport.recv(message, rank, layouts, there)
 
     def give(self, message: Message, values: Mapping[int, Tensor]) -> None:

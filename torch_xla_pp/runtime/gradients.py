@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_xla_pp.compile import StagePrograms
+from torch_xla_pp.compile import Sizes, StagePrograms
 from torch_xla_pp.runtime.exchange import Exchange
-from torch_xla_pp.runtime.memory import Sizes
 from torch_xla_pp.runtime.module_state import ModuleState
 from torch_xla_pp.runtime.replicas import Replicas
 from torch_xla_pp.runtime.shared import SharedParameters

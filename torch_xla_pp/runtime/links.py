@@ -13,10 +13,10 @@ from torch import Tensor
 
 from torch_xla_pp.compile import Borders, Forwarded, route_in, route_out
 from torch_xla_pp.mesh import TensorSpec, Tiling
-from torch_xla_pp.plan import Fan, Value
+from torch_xla_pp.plan import Fan, Tilings, Value
 from torch_xla_pp.runtime.exchange import Exchange
-from torch_xla_pp.runtime.world import World
 from torch_xla_pp.transport import Direction, Message, ShardLayout
+from torch_xla_pp.world import World
 
 
 class Ends(NamedTuple):
@@ -29,7 +29,6 @@ class Ends(NamedTuple):
         outputs: What its outputs look like.
         fans: How values reach their consumers, for the stage itself and each of its
             producers.
-        tilings: Stage → how values lie on its rank, filled in before the first message.
     """
 
     stage: int
@@ -37,7 +36,6 @@ class Ends(NamedTuple):
     received: Sequence[TensorSpec]
     outputs: Sequence[TensorSpec]
     fans: Mapping[int, Fan]
-    tilings: Mapping[int, Mapping[Value, Tiling]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +96,7 @@ class Links:
 
     def __init__(self, ends: Ends, exchange: Exchange, world: World) -> None:
         self._ends = ends
+        self._tilings: Tilings = {}
         self._stage = ends.stage
         self._exchange = exchange
         self._world = world
@@ -128,6 +127,10 @@ class Links:
             for index, spec in enumerate(ends.outputs)
             if spec.requires_grad and not self.borders.consumers[index]
         ]
+
+    def agree(self, tilings: Tilings) -> None:
+        """Learn how values are tiled over other ranks, before the first message."""
+        self._tilings = tilings
 
     def moves(self) -> Iterator[str]:
         """Say what is laid out anew on its way; its gradient is on the way back."""
@@ -243,7 +246,7 @@ class Links:
 
     def _there(self, post: _Post) -> list[Tiling]:
         """Return how the values of a message lie on the other rank."""
-        tilings = self._ends.tilings[post.stage]
+        tilings = self._tilings[post.stage]
         return [tilings[value] for value in post.values]
 
     def _leaving_message(self, post: _Post, microbatch: int) -> Message:
@@ -322,7 +325,7 @@ class Links:
                 ends.values[i] if is_input else Value(self._stage, i) for i in indices
             ),
             indices=tuple(indices),
-            layouts=tuple(self._world.layout(specs[i]) for i in indices),
+            layouts=tuple(self._world.shard_layout(specs[i]) for i in indices),
         )
 
     def _hands_to(self, producer: int) -> Iterator[_Hand]:

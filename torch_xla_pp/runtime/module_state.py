@@ -11,15 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import Constraints, Program, StagePrograms, accumulator
+from torch_xla_pp.compile import (
+    Constraints,
+    Program,
+    Sizes,
+    StagePrograms,
+    accumulator,
+    device_bytes,
+)
 from torch_xla_pp.deferred import lacking, record_resets, unwritten, value_of
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.hlo import OpShardingArgs, parse_sharding
 from torch_xla_pp.mesh import Partition, Sharding, assign_partitions
 from torch_xla_pp.runtime.gathered import GatheredWeights
-from torch_xla_pp.runtime.memory import Sizes, device_bytes
 from torch_xla_pp.runtime.torch_compat import take_value
-from torch_xla_pp.runtime.world import World
+from torch_xla_pp.world import World
 
 
 class ModuleState:

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_xla_pp.compile import ReplicaMeans
+from torch_xla_pp.plan import ReplicaClaim
+from torch_xla_pp.runtime.agreement import compare_replicas
 from torch_xla_pp.runtime.exchange import Exchange
 from torch_xla_pp.runtime.fingerprint import fingerprints
 from torch_xla_pp.runtime.module_state import ModuleState
-from torch_xla_pp.runtime.replica_claims import ReplicaClaim, agree_on_claims
 from torch_xla_pp.runtime.swap import Partner, Swap
 from torch_xla_pp.transport import Message, ShardLayout, XlaPpProcessGroup, of_group
 
@@ -181,6 +182,6 @@ def agree_on_replicas(replicas: Mapping[int, Replicas | None], num_stages: int) 
         stages={stage: own.describe() for stage, own in found.items()},
         transport=first.transport_name,
     )
-    agree_on_claims(first.group.rendezvous, claim)
+    compare_replicas(first.group.rendezvous, claim)
     for own in found.values():
         own.connect()

@@ -1,9 +1,9 @@
 """Messages between ranks: process group "xla_pp", agreement, errors, transport."""
 
 from torch_xla_pp.transport import recording
-from torch_xla_pp.transport.clock import clock_offset_ns
 from torch_xla_pp.transport.in_graph import InGraphTransport, receive_op, send_op
 from torch_xla_pp.transport.inbox import Ticket
+from torch_xla_pp.transport.linked_groups import LinkedGroups
 from torch_xla_pp.transport.pieces import part_sizes
 from torch_xla_pp.transport.process_group import (
     XlaPpProcessGroup,
@@ -23,6 +23,7 @@ __all__ = [
     "Direction",
     "Event",
     "InGraphTransport",
+    "LinkedGroups",
     "Message",
     "Record",
     "Rendezvous",
@@ -30,7 +31,6 @@ __all__ = [
     "StageTransport",
     "Ticket",
     "XlaPpProcessGroup",
-    "clock_offset_ns",
     "of_group",
     "part_sizes",
     "receive_op",

@@ -1,7 +1,8 @@
-"""What ranks and stages tell each other before the first step of each kind.
+"""What every rank tells the others of its stages, and what does not fit.
 
-Two rounds: every rank *claims* its stages, so that all ranks know at once whether the
-claims fit together; then every stage *offers* what it makes, for those that take it.
+Every rank *claims* its stages before a schedule's first step, so that all ranks know at
+once whether the claims make one pipeline. Ranks that run the same stages in each
+replica of a pipeline then claim that their stages are equal.
 """
 
 import uuid
@@ -9,16 +10,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch_xla_pp.errors import PlanError, StageShapeError
-from torch_xla_pp.graph import Template
-from torch_xla_pp.mesh import TensorSpec, Tiling
-from torch_xla_pp.plan import StageInputs, Wiring
-from torch_xla_pp.transport import Rendezvous
+from torch_xla_pp.mesh import Tiling
+from torch_xla_pp.plan.stage_inputs import StageInputs
+from torch_xla_pp.plan.wiring import Wiring
+
+_MOST_LISTED = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageClaim:
-    """State what one stage is.
+    """What one stage is.
 
     Args:
         index: Index of the stage.
@@ -37,7 +38,7 @@ class StageClaim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """State what one rank brings to a schedule.
+    """What one rank brings to a schedule.
 
     Args:
         stages: The rank's stages.
@@ -60,44 +61,20 @@ class Claim:
     key: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Offer:
-    """State what a stage makes for every microbatch.
-
-    Args:
-        output: The structure of its output.
-        values: The tensors of the output, with partitions over the stage's own rank.
-        rows: Size of the batch dimension of a microbatch.
-        num_random: How many random operations the stages so far have.
-    """
-
-    output: Template
-    values: tuple[TensorSpec, ...]
-    rows: int
-    num_random: int = 0
-
-
-def agree_on_stages(rendezvous: Rendezvous, claim: Claim) -> tuple[str, Wiring]:
-    """Compare the claims of all ranks; every rank must call it.
+def wiring_of(claims: Sequence[Claim]) -> tuple[Wiring | None, list[str]]:
+    """Put the claims of the ranks together.
 
     Returns:
-        The key of this handshake, equal on all ranks, and how the stages are wired.
-
-    Raises:
-        PlanError: The claims do not make one pipeline; raised on every rank.
+        How the stages are connected, None if that cannot be told; and what does not
+        fit.
     """
-    claims = rendezvous.exchange("claim", claim)
-    faults = claim_faults(claims)
-    wiring = None if faults else wiring_of(claims)
-    if wiring is None or (faults := wiring.faults()):
-        raise PlanError(
-            "pipeline: the ranks do not build one pipeline:\n  " + "\n  ".join(faults)
-        )
-    return str(claims[0].key), wiring
+    if faults := claim_faults(claims):
+        return None, faults
+    wiring = _wired(claims)
+    return wiring, wiring.faults()
 
 
-def wiring_of(claims: Sequence[Claim]) -> Wiring:
-    """Put the claims of the ranks together, which must have no faults."""
+def _wired(claims: Sequence[Claim]) -> Wiring:
     found = [(stage, rank) for rank, c in enumerate(claims) for stage in c.stages]
     found.sort(key=lambda pair: pair[0].index)
     shared: dict[str, tuple[int, ...]] = {}
@@ -193,40 +170,54 @@ def _pattern_faults(claims: Sequence[Claim]) -> list[str]:
     ]
 
 
-def check_fits(
-    stage: int, source: str, offered: Sequence[TensorSpec], own: Sequence[str]
-) -> None:
-    """Refuse values that differ from what a stage declares to take.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaClaim:
+    """What one rank brings to a group of replicas.
 
     Args:
-        stage: The stage that takes them.
-        source: Who offers them.
-        offered: What is offered.
-        own: What the stage expects, as texts of `TensorSpec`.
-
-    Raises:
-        StageShapeError: Names every value that differs.
+        num_stages: Number of stages of the pipeline.
+        stages: Stage of the rank → name of a parameter → a text that is equal for
+            equal ones.
+        transport: Name of what carries gradients between replicas.
     """
-    got = [str(spec) for spec in offered]
-    if got == list(own):
-        return
-    raise StageShapeError(
-        f"stage {stage}: expected inputs {', '.join(own)}, got {', '.join(got)} from "
-        f"{source}. Make shapes and dtypes equal: check the batch size, the number of "
-        "microbatches and the model's split."
-    )
+
+    num_stages: int
+    stages: Mapping[int, Mapping[str, str]]
+    transport: str
 
 
-def offer(rendezvous: Rendezvous, key: str, stage: int, value: Offer) -> None:
-    """Tell what stage `stage` makes, in the handshake named `key`."""
-    rendezvous.publish(f"offer/{key}/{stage}", value)
+def replica_faults(claims: Sequence[ReplicaClaim]) -> list[str]:
+    """List what differs between the replicas of a rank's stages, by replica."""
+    stages = [(sorted(claim.stages), claim.num_stages) for claim in claims]
+    if any(found != stages[0] for found in stages):
+        texts = [f"stages {own} of {count}" for own, count in stages]
+        return [
+            f"expected the same stages in every replica, got {', '.join(texts)}. Give "
+            "every stage the group of the ranks that run it in each replica."
+        ]
+    faults = transport_faults([claim.transport for claim in claims])
+    found = [
+        fault
+        for stage in stages[0][0]
+        for fault in _parameter_faults(stage, [claim.stages[stage] for claim in claims])
+    ]
+    faults += found[:_MOST_LISTED]
+    if found:
+        more = len(found) - _MOST_LISTED
+        rest = f"{more} more parameters differ. " if more > 0 else ""
+        faults.append(f"{rest}Seed all replicas alike, or load the same values.")
+    return faults
 
 
-def await_offer(rendezvous: Rendezvous, key: str, stage: int, from_rank: int) -> Offer:
-    """Wait until the rank of stage `stage` has told what the stage makes."""
-    found = rendezvous.read(f"offer/{key}/{stage}", from_rank)
-    if not isinstance(found, Offer):
-        raise PlanError(
-            f"stage {stage}: expected an offer from rank {from_rank}, got {found!r}."
-        )
-    return found
+def _parameter_faults(stage: int, replicas: Sequence[Mapping[str, str]]) -> list[str]:
+    """List the parameters of a stage that differ between replicas."""
+    faults = []
+    for name in dict.fromkeys(name for replica in replicas for name in replica):
+        texts = [replica.get(name, "none") for replica in replicas]
+        got = [f"{text} in replica {number}" for number, text in enumerate(texts)]
+        if len(set(texts)) > 1:
+            faults.append(
+                f"stage {stage}: parameter {name!r}: expected the same in every "
+                f"replica, got {', '.join(got)}."
+            )
+    return faults

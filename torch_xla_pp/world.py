@@ -1,7 +1,6 @@
-"""Lay values out over the devices of one rank."""
+"""The devices of one rank: a world of its own, over which XLA partitions programs."""
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -13,33 +12,30 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.hlo import REPLICATED, OpShardingArgs, stacked
 from torch_xla_pp.mesh import (
     AxisRules,
+    BatchAxis,
     LocalMesh,
     LogicalAxes,
     Partition,
+    RankLayout,
     TensorSpec,
-    axis_names,
 )
 from torch_xla_pp.transport import ShardLayout
 
-BatchAxis = str | tuple[str, ...] | None
-
-AUTO = "auto"
-_DATA_AXIS = "data"
-_BATCH = "batch"
-
 
 class World:
-    """Know the devices of this rank and which mesh axis splits a batch.
+    """One rank's devices, and the values on them.
 
     Args:
         mesh: The SPMD mesh of this rank; None for one unnamed axis over all devices.
-        batch_axis: The axis that dimension 0 of microbatches is split over, None to
-            replicate them, "auto" for what `rules` say of the logical axis "batch",
-            or else for the axis called "data" if there is one.
+        batch_axis: The axis that dimension 0 of microbatches is split over, see
+            `RankLayout.of`.
         rules: What logical axes mean, None if nothing is said of them.
 
     Raises:
         ValueError: The mesh does not span all local devices, or lacks the axis.
+
+    Attributes:
+        layout: How values are partitioned over the devices.
     """
 
     def __init__(
@@ -54,54 +50,25 @@ class World:
                 f"mesh: expected a mesh over all {count} local devices, got shape "
                 f"{tuple(mesh.mesh_shape)}. Slice it out of init_device_mesh's result."
             )
-        is_auto = batch_axis == AUTO
-        if is_auto:
-            batch_axis = _DATA_AXIS if _DATA_AXIS in names else None
-            if rules is not None and _BATCH in rules.axes:
-                batch_axis = rules.axes[_BATCH]
-        self.rules = rules
-        self.local = LocalMesh(names=names, shape=tuple(mesh.mesh_shape))
+        local = LocalMesh(names=names, shape=tuple(mesh.mesh_shape))
+        self.layout = RankLayout.of(local, batch_axis, rules)
         self._mesh = mesh
-        self._layouts: dict[TensorSpec, ShardLayout] = {}
+        self._shard_layouts: dict[TensorSpec, ShardLayout] = {}
         self._zeros: dict[TensorSpec, Tensor] = {}
-        self._batch_axis = batch_axis
-        wanted = (batch_axis,) if isinstance(batch_axis, str) else batch_axis or ()
-        # Unknown axes of rules are told with all else that is wrong with these.
-        unknown = [name for name in wanted if name not in names and not is_auto]
-        if unknown:
-            raise ValueError(
-                f"batch_axis: expected axes of the local mesh {names}, got {unknown}. "
-                "Name one of them, or pass None to replicate the batch."
-            )
-
-    def check_batch(self, rows: int) -> None:
-        """Refuse a microbatch that does not divide over the batch axis.
-
-        Raises:
-            ValueError: Names the number of rows and the axis.
-        """
-        size = self.local.axis_size(self._batch_axis)
-        if rows % size:
-            raise ValueError(
-                f"microbatch of {rows} rows does not divide over mesh axis "
-                f"{self._batch_axis!r} of {size} devices: expected a multiple of "
-                f"{size}. Change the batch size or the number of microbatches."
-            )
 
     @property
-    def num_groups(self) -> int:
-        """Return over how many devices the rows of a batch are split."""
-        return self.local.axis_size(self._batch_axis)
+    def local(self) -> LocalMesh:
+        """Return the rank's mesh."""
+        return self.layout.local
 
-    def batch_dim(self, partition: Partition) -> int | None:
-        """Return which dimension of a value is split over the batch axis."""
-        axes = [axis_names(axis) for axis in partition]
-        batch = axis_names(self._batch_axis)
-        return axes.index(batch) if batch in axes else None
+    @property
+    def rules(self) -> AxisRules | None:
+        """Return what logical axes mean, None if nothing is said of them."""
+        return self.layout.rules
 
-    def rows_layout(self, num_dims: int, dim: int | None) -> xla_compat.OpSharding:
+    def rows_sharding(self, num_dims: int, dim: int | None) -> xla_compat.OpSharding:
         """Return the sharding of a value that has the rows in `dim`, or has none."""
-        axes = [self._batch_axis if i == dim else None for i in range(num_dims)]
+        axes = [self.layout.batch_axis if i == dim else None for i in range(num_dims)]
         return self.sharding(tuple(axes))
 
     def stacked(
@@ -116,7 +83,7 @@ class World:
         Returns:
             None if they are split over the batch axis themselves.
         """
-        first = self.sharding_args((self._batch_axis,))
+        first = self.sharding_args((self.layout.batch_axis,))
         found = stacked(first, layout, num_dims, self.local.num_devices)
         return None if found is None else xla_compat.sharding_from_args(*found)
 
@@ -126,46 +93,9 @@ class World:
             return REPLICATED
         return OpShardingArgs(*xla_compat.mesh_sharding_args(self._mesh, partition))
 
-    def layout_of(
-        self, axes: LogicalAxes | None, shape: tuple[int, ...], rows: int
-    ) -> Partition:
-        """Return how a value lies that is between stages.
-
-        Args:
-            axes: The logical axes that it was given, None if none were.
-            shape: Its shape.
-            rows: Rows of a microbatch.
-        """
-        if axes is None or self.rules is None:
-            return self.batch_partition(shape, rows)
-        return self.rules.partition(axes, shape, self.local)[0]
-
     def constraint(self, axes: LogicalAxes) -> xla_compat.OpSharding:
-        """Return torch_xla's sharding for logical axes that `rules` know."""
-        rules = self.rules or AxisRules()
-        return self.sharding(
-            tuple(None if name is None else rules.mesh_axis(name) for name in axes)
-        )
-
-    def constraint_faults(
-        self, constraints: Iterable[tuple[LogicalAxes, tuple[int, ...]]]
-    ) -> list[str]:
-        """List what is wrong with calls of `shard`, given as axes and shapes."""
-        if self.rules is None:
-            return []
-        found = {
-            f"shard of a value of shape {list(shape)} as {axes}: {fault}"
-            for axes, shape in constraints
-            for fault in self.rules.partition(axes, shape, self.local)[1]
-        }
-        return sorted(found)
-
-    def batch_partition(self, shape: tuple[int, ...], rows: int) -> Partition:
-        """Return the partition of a value, split if its dimension 0 is the batch."""
-        whole: Partition = (None,) * len(shape)
-        if not shape or shape[0] != rows:
-            return whole
-        return (self._batch_axis, *whole[1:])
+        """Return torch_xla's sharding for logical axes that the rules know."""
+        return self.sharding(self.layout.constraint(axes))
 
     def sharding(self, partition: Partition) -> xla_compat.OpSharding:
         """Return torch_xla's sharding for a partition."""
@@ -173,13 +103,13 @@ class World:
             return xla_compat.replicated_sharding()
         return self._mesh.get_op_sharding(tuple(partition))
 
-    def layout(self, spec: TensorSpec) -> ShardLayout:
+    def shard_layout(self, spec: TensorSpec) -> ShardLayout:
         """Return how a boundary value travels."""
-        if spec not in self._layouts:
+        if spec not in self._shard_layouts:
             args = self.sharding_args(spec.partition)
             layout = ShardLayout.of_sharding(spec.shape, spec.dtype, args)
-            self._layouts[spec] = layout
-        return self._layouts[spec]
+            self._shard_layouts[spec] = layout
+        return self._shard_layouts[spec]
 
     def pin(self, tensor: Tensor, partition: Partition) -> Tensor:
         """Return `tensor` on the device, pending or not, laid out as `partition`.

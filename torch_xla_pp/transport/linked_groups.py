@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 import torch.distributed as dist
 
 from torch_xla_pp.errors import TransportError
-from torch_xla_pp.transport import XlaPpProcessGroup
+from torch_xla_pp.transport.process_group import XlaPpProcessGroup
 
 
-class Groups:
-    """Carry errors to all ranks that work with this one.
+class LinkedGroups:
+    """The groups through which errors reach all ranks that work with this one.
 
     What one group has told of is passed on to the other, so that an error reaches
     all ranks of all replicas.
@@ -20,6 +20,7 @@ class Groups:
         replicas: The ranks that run the stage in each replica, None if there is one.
 
     Attributes:
+        key: Equal for equal groups of this process.
         activity: What this rank is doing, for the texts of errors.
     """
 
@@ -27,6 +28,7 @@ class Groups:
         self, pipeline: XlaPpProcessGroup, replicas: XlaPpProcessGroup | None
     ) -> None:
         self._groups = [pipeline] if replicas is None else [pipeline, replicas]
+        self.key = tuple(map(id, self._groups))
         for group in self._groups:
             group.rendezvous.activity = self.activity = pipeline.rendezvous.activity
             for other in self._groups:

@@ -13,7 +13,7 @@ Laws, for the programs of a rank:
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from torch_xla_pp.runtime.recorder import Dispatch
+from torch_xla_pp.profile.recorder import Dispatch
 from torch_xla_pp.schedule import Action
 from torch_xla_pp.timeline import Span, Transfer
 from torch_xla_pp.transport import Event, Message, Record

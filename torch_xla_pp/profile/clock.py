@@ -2,11 +2,10 @@
 
 import time
 
-from torch_xla_pp.transport.inbox import Key
-from torch_xla_pp.transport.process_group import XlaPpProcessGroup
+from torch_xla_pp.transport import XlaPpProcessGroup
 
 _NUM_ROUNDS = 8
-_KEY: Key = ("clock",)
+_KEY = ("clock",)
 
 
 def clock_offset_ns(group: XlaPpProcessGroup) -> int:

@@ -8,19 +8,16 @@ has run its programs, for which Python waits.
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
-from torch.profiler import record_function
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import MARK
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.mesh import Tiling
-from torch_xla_pp.runtime.memory import Shelf
-from torch_xla_pp.runtime.torch_compat import is_profiling
+from torch_xla_pp.runtime import Marks, SavedValues
 from torch_xla_pp.schedule import Action
 from torch_xla_pp.transport import (
     Event,
@@ -34,7 +31,7 @@ from torch_xla_pp.transport import (
 
 @dataclass(kw_only=True, slots=True)
 class Dispatch:
-    """Say what an action cost the host.
+    """What an action cost the host.
 
     Args:
         returned_ns: When its program was enqueued.
@@ -46,20 +43,20 @@ class Dispatch:
 
 
 class StepRecorder:
-    """Note what one rank does in one step.
+    """An observer that notes what one rank does in one step.
 
     Args:
-        shelves: What the rank's stages keep for their backwards.
+        saved: What the rank's stages keep for their backwards.
         has_marks: Whether programs note their times themselves.
 
     Attributes:
         records: What was noted, of programs once `listening` has ended.
         dispatched: The actions, in their order.
-        peak_bytes: The most bytes that lay on the shelves together.
+        peak_bytes: The most bytes that were saved, of all stages together.
     """
 
-    def __init__(self, shelves: Sequence[Shelf], has_marks: bool) -> None:
-        self._shelves = shelves
+    def __init__(self, saved: Sequence[SavedValues], has_marks: bool) -> None:
+        self._saved = saved
         self._has_marks = has_marks
         self.records: list[Record] = []
         self.dispatched: dict[Action, Dispatch] = {}
@@ -79,7 +76,7 @@ class StepRecorder:
             self.records += recording.stop()
 
     @contextlib.contextmanager
-    def noting(self, action: Action, is_rest: bool) -> Iterator[Mapping[str, Tensor]]:
+    def action(self, action: Action, *, is_rest: bool = False) -> Iterator[Marks]:
         """Note one action, which the block enqueues with the marks that it is given.
 
         Args:
@@ -112,7 +109,7 @@ class StepRecorder:
         )
         cost.cpu_ns += cpu_ns
 
-    def note_sent(
+    def sent(
         self,
         message: Message,
         values: Sequence[Tensor],
@@ -147,25 +144,5 @@ class StepRecorder:
             )
 
     def _count_bytes(self) -> None:
-        held = sum(shelf.num_bytes for shelf in self._shelves)
+        held = sum(saved.num_bytes for saved in self._saved)
         self.peak_bytes = max(self.peak_bytes, held)
-
-
-def recorded(
-    recorder: StepRecorder | None, action: Action, *, is_rest: bool = False
-) -> contextlib.AbstractContextManager[Mapping[str, Tensor]]:
-    """Note an action if there is a recorder, see `StepRecorder.noting`."""
-    if recorder is None:
-        return contextlib.nullcontext({})
-    return recorder.noting(action, is_rest)
-
-
-def shown_as(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Give the block a name in torch's and XLA's profilers, where they are on."""
-    xlas = xla_compat.traced(name)
-    if not is_profiling():
-        return xlas
-    both = contextlib.ExitStack()
-    both.enter_context(xlas)
-    both.enter_context(record_function(name))
-    return both

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch_xla_pp.compile import Program
+from torch_xla_pp.compile.program import Program
 from torch_xla_pp.hlo import Collective, collectives_of, product_flops
 from torch_xla_pp.mesh import LocalMesh, TensorSpec
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from torch_xla_pp.compile import Grouping, RowGroups
+from torch_xla_pp.compile.group_sums.group_gradients import Grouping
+from torch_xla_pp.compile.group_sums.row_groups import RowGroups
 from torch_xla_pp.hlo import OpShardingArgs
 from torch_xla_pp.mesh import TensorSpec
-from torch_xla_pp.runtime.world import World
+from torch_xla_pp.world import World
 
 
 def grouping_of(
@@ -24,19 +25,19 @@ def grouping_of(
             dimensions. Those that are split over the batch axis have no sums per
             group: their gradient is split from the start.
     """
-    if world.num_groups == 1:
+    if world.layout.num_row_groups == 1:
         return None
     dims: dict[str, int] = {}
     for name, specs in (("input", inputs), ("tangent", outputs)):
         for index, spec in enumerate(specs):
-            dim = world.batch_dim(spec.partition)
+            dim = world.layout.batch_dim(spec.partition)
             dims |= {} if dim is None else {f"{name}:{index}": dim}
     sums = {
         role: world.stacked(layout, num_dims)
         for role, (layout, num_dims) in parameters.items()
     }
     return Grouping(
-        RowGroups(world.num_groups, world.rows_layout),
+        RowGroups(world.layout.num_row_groups, world.rows_sharding),
         dims,
         {role: sharding for role, sharding in sums.items() if sharding is not None},
     )

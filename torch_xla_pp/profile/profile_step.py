@@ -1,29 +1,27 @@
 """The real timeline of one step, recorded on all ranks."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PipelineError
-from torch_xla_pp.runtime.recorder import StepRecorder
-from torch_xla_pp.runtime.spans import Notes, latest, message_of, spans_of, transfers_of
-from torch_xla_pp.runtime.stage import XlaPipelineStage
-from torch_xla_pp.runtime.torch_compat import Schedule, local_stages
+from torch_xla_pp.profile.clock import clock_offset_ns
+from torch_xla_pp.profile.recorder import StepRecorder
+from torch_xla_pp.profile.spans import Notes, latest, message_of, spans_of, transfers_of
+from torch_xla_pp.runtime import NOBODY, RankPipeline, TorchSchedule
 from torch_xla_pp.timeline import Timeline, summarize, to_chrome, to_picture
 from torch_xla_pp.transport import (
     Event,
     InGraphTransport,
     Message,
     Rendezvous,
-    clock_offset_ns,
-    of_group,
 )
 
 
 class StepProfile:
-    """Give what `profile_step` recorded, the same on all ranks."""
+    """What `profile_step` recorded, the same on all ranks."""
 
     def __init__(self) -> None:
         self._timeline: Timeline | None = None
@@ -84,15 +82,16 @@ def profile_step(schedule: Any) -> Iterator[StepProfile]:
         ...     schedule.step(x)
         >>> print(profile.summary())
     """
-    stages = _stages_of(schedule)
-    group = of_group(stages[0].group)
+    _check(schedule)
+    rank = RankPipeline.of(schedule)
+    group = rank.stages[0].process_group
     rendezvous = group.rendezvous
     has_marks = isinstance(group.transport, InGraphTransport)
-    recorder = StepRecorder([stage.shelf for stage in stages], has_marks)
+    recorder = StepRecorder([stage.saved for stage in rank.stages], has_marks)
     profile = StepProfile()
     with rendezvous.reporting("in profile_step"):
         offset_ns = clock_offset_ns(group)
-        with recorder.listening(), _recording(stages, recorder):
+        with recorder.listening(), _observed(rank, recorder):
             # Nobody sends before all listen.
             rendezvous.exchange("profile", None)
             yield profile
@@ -101,33 +100,21 @@ def profile_step(schedule: Any) -> Iterator[StepProfile]:
     dump("timeline.json", profile.timeline.to_json)
 
 
-@contextlib.contextmanager
-def _recording(
-    stages: Sequence[XlaPipelineStage], recorder: StepRecorder
-) -> Iterator[None]:
-    for stage in stages:
-        stage.record(recorder)
-    try:
-        yield
-    finally:
-        for stage in stages:
-            stage.record(None)
-
-
-def _stages_of(schedule: Any) -> list[XlaPipelineStage]:
-    if not isinstance(schedule, Schedule):
+def _check(schedule: Any) -> None:
+    if not isinstance(schedule, TorchSchedule):
         raise TypeError(
             "profile_step: expected a schedule of torch.distributed.pipelining, got "
             f"{type(schedule).__name__}. Pass what has `step`."
         )
-    stages = local_stages(schedule)
-    foreign = [type(s).__name__ for s in stages if not isinstance(s, XlaPipelineStage)]
-    if foreign:
-        raise TypeError(
-            f"profile_step: expected stages of torch_xla_pp, got {', '.join(foreign)}. "
-            "Make them by Pipe.build_stage or as torch_xla_pp.PipelineStage."
-        )
-    return stages
+
+
+@contextlib.contextmanager
+def _observed(rank: RankPipeline, recorder: StepRecorder) -> Iterator[None]:
+    rank.observer = recorder
+    try:
+        yield
+    finally:
+        rank.observer = NOBODY
 
 
 def _notes(rank: int, recorder: StepRecorder, offset_ns: int) -> Notes:

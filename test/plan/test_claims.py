@@ -6,13 +6,8 @@ import torch
 from torch_xla_pp.errors import StageShapeError
 from torch_xla_pp.mesh import TensorSpec
 from torch_xla_pp.plan import StageInputs
-from torch_xla_pp.runtime.handshake import (
-    Claim,
-    StageClaim,
-    check_fits,
-    claim_faults,
-    wiring_of,
-)
+from torch_xla_pp.plan.claims import Claim, StageClaim, claim_faults, wiring_of
+from torch_xla_pp.plan.stage_plan import check_fits
 
 pytestmark = pytest.mark.pure
 
@@ -63,7 +58,9 @@ def test_ranks_with_other_transports_are_told_what_to_set() -> None:
 
 
 def test_claims_make_one_wiring() -> None:
-    wiring = wiring_of([claim(0, 3, shared={"w": "x"}), claim(1, 2)])
+    wiring, faults = wiring_of([claim(0, 3, shared={"w": "x"}), claim(1, 2)])
+    assert faults == []
+    assert wiring is not None
     assert wiring.edges() == [(0, 1), (1, 2), (2, 3)]
     assert tuple(wiring.ranks) == (0, 1, 1, 0)
     assert wiring.shared == {"w": (0, 3)}

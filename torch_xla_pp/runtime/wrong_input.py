@@ -1,5 +1,6 @@
-"""What a stage refuses before it does anything, and what it tells the others of it."""
+"""What a stage refuses before it does anything."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_xla_pp import xla_compat
 from torch_xla_pp.mesh import AxisRules, unmatched
 from torch_xla_pp.runtime.module_state import shapes_of
-from torch_xla_pp.runtime.plan import StagePlan
-from torch_xla_pp.runtime.planning import names_of_stages
 
 
 def check_plain_module(what: str, module: nn.Module) -> None:
@@ -32,17 +31,6 @@ def check_batch(batch: Sequence[Any]) -> None:
             "mark_sharding and distribute_tensor shard the tensor that they are given: "
             "pass what they return as x.global_tensor, or leave the batch on the host, "
             "which is laid out by the stage's mesh."
-        )
-
-
-def check_kwargs(kwargs: Mapping[str, Any], plans: Sequence[StagePlan]) -> None:
-    """Refuse keyword arguments that no stage of the rank takes."""
-    unknown = [name for name in kwargs if not any(plan.takes(name) for plan in plans)]
-    if unknown:
-        stages = names_of_stages([plan.stage for plan in plans])
-        raise ValueError(
-            f"step: expected keyword arguments that {stages} of this rank takes, got "
-            f"{', '.join(unknown)}. Pass them on the rank of the stage that takes them."
         )
 
 
@@ -78,3 +66,37 @@ def check_device(device: torch.device) -> None:
         raise ValueError(
             f"device: expected the XLA device, got {device}. Pass xpp.device()."
         )
+
+
+def free_parameters(
+    module: nn.Module, num_args: int, kwargs: Sequence[str]
+) -> frozenset[str] | None:
+    """Return the parameters of a module's forward that no other stage fills.
+
+    Args:
+        module: The module of a stage.
+        num_args: How many positional arguments other stages give.
+        kwargs: Names of the keyword arguments that they give.
+
+    Returns:
+        Their names, None if the module takes any.
+    """
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return frozenset(p.name for p in parameters[num_args:]) - set(kwargs)
+
+
+def example_tensors(
+    name: str, values: Tensor | tuple[Tensor, ...] | None
+) -> tuple[Tensor, ...] | None:
+    """Return the examples of an argument as a tuple; refuse what is no tensor."""
+    if values is None or isinstance(values, Tensor):
+        return None if values is None else (values,)
+    if isinstance(values, (tuple, list)) and all(isinstance(x, Tensor) for x in values):
+        return tuple(values)
+    kind = type(values).__name__
+    raise TypeError(
+        f"{name}: expected a tensor or a tuple of tensors, got {kind}. "
+        "Pass arguments behind the device by name, e.g. group=group."
+    )
