@@ -1,29 +1,36 @@
 """Compile stages: from a module to XLA programs that are traced once."""
 
-from torch_xla_pp.compile.border import route_in, route_out
 from torch_xla_pp.compile.export import JointGraph, export_joint, marking_checkpoints
 from torch_xla_pp.compile.group_sums.group_gradients import Grouping
 from torch_xla_pp.compile.group_sums.row_groups import RowGroups
 from torch_xla_pp.compile.loss_program import LossProgram
 from torch_xla_pp.compile.lowering import Constraints
+from torch_xla_pp.compile.names import (
+    MARK,
+    accumulator,
+    buffer_role,
+    copied,
+    input_role,
+    is_buffer,
+    name_in_module,
+    output_name,
+    parameter_role,
+    route_in,
+    route_out,
+    tangent,
+)
 from torch_xla_pp.compile.partition import (
     Function,
     Remat,
     StageFunctions,
-    accumulator,
     check_remat,
     partition_joint,
 )
-from torch_xla_pp.compile.program import MARK, Program
+from torch_xla_pp.compile.program import Program
 from torch_xla_pp.compile.replicas import ReplicaMeans
 from torch_xla_pp.compile.shared import SharedSums
-from torch_xla_pp.compile.stage_programs import (
-    Borders,
-    Forwarded,
-    StagePrograms,
-    tangent,
-)
-from torch_xla_pp.compile.sums import copied, copies
+from torch_xla_pp.compile.stage_programs import Borders, Forwarded, StagePrograms
+from torch_xla_pp.compile.sums import copies
 
 __all__ = [
     "Borders",
@@ -42,11 +49,17 @@ __all__ = [
     "StageFunctions",
     "StagePrograms",
     "accumulator",
+    "buffer_role",
     "check_remat",
     "copied",
     "copies",
     "export_joint",
+    "input_role",
+    "is_buffer",
     "marking_checkpoints",
+    "name_in_module",
+    "output_name",
+    "parameter_role",
     "partition_joint",
     "route_in",
     "route_out",

@@ -38,6 +38,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from torch_xla_pp.compile.export import JointGraph, is_random
+from torch_xla_pp.compile.names import accumulated, accumulator
 
 Remat: TypeAlias = Literal["none", "full"] | Collection[OpOverload]
 """Which forward values are computed again in the backward.
@@ -125,16 +126,6 @@ def nothing(name: str) -> Function:
     graph.output(())
     module = fx.GraphModule(torch.nn.Module(), graph)
     return Function(name=name, module=module, inputs=(), outputs=())
-
-
-def accumulator(role: str) -> str:
-    """Return the name under which the gradient so far of a parameter is passed."""
-    return f"sum:{role}"
-
-
-def accumulated(role: str) -> str:
-    """Return the name under which a program returns a new sum of gradients."""
-    return f"new_{accumulator(role)}"
 
 
 def partition_joint(joint: JointGraph, remat: Remat = "none") -> StageFunctions:

@@ -23,19 +23,23 @@ from torch import Tensor, fx
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import border
-from torch_xla_pp.compile.border import TOKEN, Border, route_in, route_out
+from torch_xla_pp.compile.border import Border
 from torch_xla_pp.compile.lowering import Constraints, Lowering
+from torch_xla_pp.compile.names import (
+    MARK,
+    SEED,
+    TOKEN,
+    captured_scalar,
+    route_in,
+    route_out,
+)
 from torch_xla_pp.compile.partition import Function
 from torch_xla_pp.compile.products import OwnProducts, has_own_products
 from torch_xla_pp.compile.running import Running
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.transport import recording
 
-MARK = "mark"
-"""Name of the operand that says which action a program is part of."""
-
 _REPLICATED = "{replicated}"
-_SEED = "seed"
 
 
 class Program:
@@ -170,7 +174,7 @@ class Program:
         if self._captured:
             values = {**values, **self._captured}
         if self._has_seed:
-            values = {**values, _SEED: xla_compat.seed_tensor(seed)}
+            values = {**values, SEED: xla_compat.seed_tensor(seed)}
         parameters = list(map(values.__getitem__, self._names))
         outputs = xla_compat.run_graph(self._hash, parameters)
         return dict(zip(self.outputs, outputs, strict=True))
@@ -267,10 +271,10 @@ class Program:
                 self._names.append(self.inputs[index])
                 continue
             if data_id == seed_id:
-                self._names.append(_SEED)
+                self._names.append(SEED)
                 self._has_seed = True
                 continue
-            self._names.append(f"captured:{slot}")
+            self._names.append(captured_scalar(slot))
             self._captured[self._names[slot]] = value
             if value.numel() != 1:
                 captured.append(f"{value.dtype} {list(value.shape)}")

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.border import Border
+from torch_xla_pp.compile.names import BucketKind, bucket_name
 from torch_xla_pp.compile.partition import Function
 from torch_xla_pp.compile.program import Program
 from torch_xla_pp.hlo import OpShardingArgs
@@ -61,7 +62,7 @@ class ReplicaMeans:
         self.chunks = [bucket.chunk for bucket in buckets]
         self._num_buckets = len(buckets)
 
-        def borders(kind: str, numbers: Mapping[int, int]) -> list[Border]:
+        def borders(kind: BucketKind, numbers: Mapping[int, int]) -> list[Border]:
             """Return one border for each peer, with chunks of the replica given."""
             return [
                 Border(peer, self._names(kind, [number]), tuple(self.chunks))
@@ -69,7 +70,7 @@ class ReplicaMeans:
                 if peer != replica and is_in_graph
             ]
 
-        def pins(kind: str) -> dict[str, xla_compat.OpSharding]:
+        def pins(kind: BucketKind) -> dict[str, xla_compat.OpSharding]:
             names = self._names(kind, everyone)
             shardings = [chunk.sharding for chunk in self.chunks] * num_replicas
             return dict(zip(names, shardings, strict=True))
@@ -154,11 +155,11 @@ class ReplicaMeans:
         results = self._join({**self._named("mean", means), **routes})
         return {name: results[name] for name in self._join.function.outputs}
 
-    def _names(self, kind: str, replicas: Iterable[int]) -> tuple[str, ...]:
+    def _names(self, kind: BucketKind, replicas: Iterable[int]) -> tuple[str, ...]:
         numbers = range(self._num_buckets)
-        return tuple(f"{kind}:{i}@{r}" for r in replicas for i in numbers)
+        return tuple(bucket_name(kind, i, r) for r in replicas for i in numbers)
 
-    def _named(self, kind: str, chunks: _Chunks) -> dict[str, Tensor]:
+    def _named(self, kind: BucketKind, chunks: _Chunks) -> dict[str, Tensor]:
         names = self._names(kind, chunks)
         values = [value for found in chunks.values() for value in found]
         return dict(zip(names, values, strict=True))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.border import Border
+from torch_xla_pp.compile.names import shared_part, shared_total
 from torch_xla_pp.compile.partition import nothing
 from torch_xla_pp.compile.program import Program
 from torch_xla_pp.transport import ShardLayout
@@ -52,14 +53,17 @@ class SharedSums:
             return [
                 Border(
                     other,
-                    tuple(_part(name, owner_of[other]) for name in self.others[other]),
+                    tuple(
+                        shared_part(name, owner_of[other])
+                        for name in self.others[other]
+                    ),
                     tuple(layouts[name] for name in self.others[other]),
                 )
                 for other in senders
             ]
 
         parts = {
-            _total(name): [_part(name, holder) for holder in stages]
+            shared_total(name): [shared_part(name, holder) for holder in stages]
             for name, stages in holders.items()
         }
         self._send = Program(
@@ -67,7 +71,7 @@ class SharedSums:
         )
         self._add = Program(
             nothing("shared gradients"),
-            {_total(name): pin for name, pin in pins.items()},
+            {shared_total(name): pin for name, pin in pins.items()},
             received=borders({sender: sender for sender in senders}),
             parts=parts,
             wanted=set(parts),
@@ -100,16 +104,8 @@ class SharedSums:
         for stage, found in given.items():
             values |= self._parts(stage, found)
         results = self._add(values)
-        return {name: results[_total(name)] for name in sums}
+        return {name: results[shared_total(name)] for name in sums}
 
     @staticmethod
     def _parts(stage: int, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {_part(name, stage): value for name, value in sums.items()}
-
-
-def _part(name: str, stage: int) -> str:
-    return f"part:{name}@{stage}"
-
-
-def _total(name: str) -> str:
-    return f"total:{name}"
+        return {shared_part(name, stage): value for name, value in sums.items()}

@@ -17,22 +17,29 @@ from torch import Tensor
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import border
-from torch_xla_pp.compile.border import Border, is_route
+from torch_xla_pp.compile.border import Border
 from torch_xla_pp.compile.captured_tensors import Constants
 from torch_xla_pp.compile.export import JointGraph
 from torch_xla_pp.compile.group_sums.group_gradients import Grouping, group_gradients
 from torch_xla_pp.compile.lowering import Constraints
+from torch_xla_pp.compile.names import (
+    accumulated,
+    accumulator,
+    given_grad,
+    input_role,
+    is_route,
+    tangent,
+    tangent_part,
+)
 from torch_xla_pp.compile.partition import (
     Function,
     Remat,
     StageFunctions,
-    accumulated,
-    accumulator,
     nothing,
     partition_joint,
 )
 from torch_xla_pp.compile.program import Program
-from torch_xla_pp.compile.sums import given_grad, reduced_sums, starting_sums
+from torch_xla_pp.compile.sums import reduced_sums, starting_sums
 from torch_xla_pp.transport import ShardLayout
 
 Values = dict[str, Tensor]
@@ -67,7 +74,7 @@ class Borders(NamedTuple):
     def tangent_name(self, index: int, consumer: int) -> str:
         """Return the name of the gradient of an output that a consumer gives."""
         is_one = len(self.consumers[index]) == 1
-        return tangent(index) if is_one else f"{tangent(index)}@{consumer}"
+        return tangent(index) if is_one else tangent_part(index, consumer)
 
     def tangent_parts(self) -> dict[str, list[str]]:
         """Return what gradients are the sum of, where there are several parts."""
@@ -149,11 +156,11 @@ class StagePrograms:
         pins = _pins(
             functions, output_shardings, input_shardings, fixed_shardings, sum_pins
         )
-        inputs = [f"input:{i}" for i in range(len(input_shardings))]
+        inputs = [input_role(i) for i in range(len(input_shardings))]
         parts = borders.tangent_parts()
         tangents = [tangent(i) for i in range(len(output_shardings))]
         tangents += [part for names in parts.values() for part in names]
-        arriving = _borders(borders.inputs, lambda i, _: f"input:{i}")
+        arriving = _borders(borders.inputs, lambda i, _: input_role(i))
         leaving = _borders(borders.outputs, lambda i, _: functions.outputs[i])
         coming_back = _borders(borders.tangents, borders.tangent_name)
         going_back = _borders(borders.grads, lambda i, _: functions.input_grads.get(i))
@@ -211,7 +218,7 @@ class StagePrograms:
             for index, name in enumerate(functions.outputs)
             if returned is None or index in returned
         }
-        self._handed_on = {index: f"input:{index}" for index in borders.handed_on}
+        self._handed_on = {index: input_role(index) for index in borders.handed_on}
         results = {*self._outputs.values(), *self._handed_on.values()}
         results |= set(functions.buffer_updates.values())
         self._forward = Program(
@@ -411,11 +418,6 @@ class StagePrograms:
             for role, name in self._functions.parameter_grads.items()
             if name in results
         }
-
-
-def tangent(index: int) -> str:
-    """Return the name of the gradient of an output."""
-    return f"tangent:{index}"
 
 
 def _borders(

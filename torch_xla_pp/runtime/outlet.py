@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import tangent
+from torch_xla_pp.compile import output_name, tangent
 from torch_xla_pp.mesh import TensorSpec
 from torch_xla_pp.runtime.memory import Kind, Shelf
 from torch_xla_pp.runtime.plan import Variant
@@ -73,7 +73,7 @@ class Outlet:
         if is_scored:
             self._leaves[microbatch] = leaves
         if is_scored or self.is_wanted:
-            named = {f"output:{i}": value for i, value in enumerate(values)}
+            named = {output_name(i): value for i, value in enumerate(values)}
             kind: Kind = "kept" if self.is_wanted else "output"
             self._shelf.put(kind, microbatch, named, variant.sizes)
         kept = [value.detach() for value in values] if self.is_wanted else None

@@ -22,7 +22,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import Remat, StagePrograms, check_remat, tangent
+from torch_xla_pp.compile import (
+    Remat,
+    StagePrograms,
+    check_remat,
+    input_role,
+    name_in_module,
+    parameter_role,
+    tangent,
+)
 from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.graph import Baked, Captured, Template, follow_mode
@@ -271,7 +279,7 @@ class XlaPipelineStage(SilentStage):
             sent_bytes=bytes_of(variant.outputs, mesh),
             programs=costs_of(programs, mesh),
             reduced_per_microbatch={
-                role.removeprefix("param:"): reason
+                name_in_module(role): reason
                 for role, reason in variant.programs.reduced_per_microbatch.items()
             },
             moves=tuple(variant.links.moves()),
@@ -293,7 +301,7 @@ class XlaPipelineStage(SilentStage):
         """
         named = self.submod.named_parameters()
         copies = self._state.copies
-        return {name: p for name, p in named if f"param:{name}" not in copies}
+        return {name: p for name, p in named if parameter_role(name) not in copies}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the module's state, without copies that an earlier stage owns.
@@ -301,7 +309,7 @@ class XlaPipelineStage(SilentStage):
         The states of all stages together are that of the model, each value once;
         known once a schedule has begun its first step.
         """
-        copies = {role.removeprefix("param:") for role in self._state.copies}
+        copies = {name_in_module(role) for role in self._state.copies}
         state = self.submod.state_dict()
         return {name: value for name, value in state.items() if name not in copies}
 
@@ -451,7 +459,9 @@ class XlaPipelineStage(SilentStage):
             message = Message("B", me, 0, consumer)
             self._exchange.expect(message, wiring.ranks[consumer])
         self._shared.connect(wiring)
-        self._state.copies = {f"param:{name}" for name in self._shared.copies(wiring)}
+        self._state.copies = {
+            parameter_role(name) for name in self._shared.copies(wiring)
+        }
 
     def _take_loss(self, schedule: Schedule) -> StageLoss | None:
         """Let the schedule call this stage for the loss, if it is the last one."""
@@ -706,7 +716,7 @@ class XlaPipelineStage(SilentStage):
         ]
         xla_compat.materialize(given)
         first = len(plan.received)
-        return {f"input:{i}": value for i, value in enumerate(given, first)}
+        return {input_role(i): value for i, value in enumerate(given, first)}
 
     def _keep_output(
         self, variant: Variant, microbatch: int, outputs: Mapping[int, Tensor]
