@@ -68,6 +68,7 @@ from torch_xla_pp.compile.names import (
     parameter_role,
     tangent,
 )
+from torch_xla_pp.compile.ops import views
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.graph import SHARD, Template, axes_of
 from torch_xla_pp.mesh import LogicalAxes
@@ -81,12 +82,11 @@ _POLICY = "recompute"
 _LINE = "stack_trace"
 
 # These return their operand's value as it lies, maybe in another dtype.
-_SAME_VALUE = (
+_SAME_VALUE = {
+    *views("same"),
     torch.ops.aten._to_copy.default,
-    torch.ops.aten.alias.default,
     torch.ops.aten.clone.default,
-    torch.ops.aten.detach.default,
-)
+}
 
 
 @dataclass(kw_only=True, slots=True)

@@ -39,6 +39,7 @@ from torch._ops import OpOverload
 
 from torch_xla_pp.compile.export import JointGraph, is_random
 from torch_xla_pp.compile.names import accumulated, accumulator
+from torch_xla_pp.compile.ops import VIEWS
 
 Remat: TypeAlias = Literal["none", "full"] | Collection[OpOverload]
 """Which forward values are computed again in the backward.
@@ -50,28 +51,6 @@ Remat: TypeAlias = Literal["none", "full"] | Collection[OpOverload]
 """
 
 _aten = torch.ops.aten
-
-_VIEWS = frozenset(
-    {
-        _aten.alias.default,
-        _aten.detach.default,
-        _aten.expand.default,
-        _aten.permute.default,
-        _aten.select.int,
-        _aten.slice.Tensor,
-        _aten.split.Tensor,
-        _aten.split_with_sizes.default,
-        _aten.squeeze.dim,
-        _aten.squeeze.dims,
-        _aten.squeeze.default,
-        _aten.t.default,
-        _aten.transpose.int,
-        _aten.unbind.int,
-        _aten.unsqueeze.default,
-        _aten.view.default,
-        _aten._unsafe_view.default,
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -317,7 +296,7 @@ class _Cut:
 
 def _is_cheap(node: fx.Node) -> bool:
     """Return whether computing `node` again beats keeping its result."""
-    if node.target in _VIEWS:
+    if node.target in VIEWS:
         return True
     if node.target is operator.getitem:
         return _is_cheap(node.all_input_nodes[0])
