@@ -27,9 +27,11 @@ from torch_xla_pp.compile.partition import (
     partition_joint,
 )
 from torch_xla_pp.compile.program import Program
+from torch_xla_pp.compile.program_spec import ProgramSpec
 from torch_xla_pp.compile.replicas import ReplicaMeans
 from torch_xla_pp.compile.shared import SharedSums
-from torch_xla_pp.compile.stage_programs import Borders, Forwarded, StagePrograms
+from torch_xla_pp.compile.stage_programs import Forwarded, StagePrograms
+from torch_xla_pp.compile.stage_specs import Borders
 from torch_xla_pp.compile.sums import copies
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "LossProgram",
     "MARK",
     "Program",
+    "ProgramSpec",
     "Remat",
     "ReplicaMeans",
     "RowGroups",

@@ -17,6 +17,7 @@ from torch_xla_pp.compile.names import (
 )
 from torch_xla_pp.compile.partition import value_and_grads
 from torch_xla_pp.compile.program import Program
+from torch_xla_pp.compile.program_spec import ProgramSpec
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.graph import Template
 
@@ -86,7 +87,11 @@ class LossProgram:
         names = [input_role(i) for i in range(len(inputs))]
         pins = {name: shardings[i] for i, name in self._grads.items()}
         pins[self._value] = xla_compat.replicated_sharding()
-        self._program = Program(piece, pins, names, constraints=constraints)
+        self._program = Program(
+            ProgramSpec(
+                function=piece, pins=pins, checked=names, constraints=constraints
+            )
+        )
         self.dtype = joint.example_outputs[0][0].dtype
 
     @property

@@ -17,6 +17,7 @@ from torch_xla_pp.compile.border import Border
 from torch_xla_pp.compile.names import shared_part, shared_total
 from torch_xla_pp.compile.partition import nothing
 from torch_xla_pp.compile.program import Program
+from torch_xla_pp.compile.program_spec import ProgramSpec
 from torch_xla_pp.transport import ShardLayout
 
 
@@ -66,15 +67,17 @@ class SharedSums:
             shared_total(name): [shared_part(name, holder) for holder in stages]
             for name, stages in holders.items()
         }
-        self._send = Program(
-            nothing("shared gradients"), {}, sent=borders(dict.fromkeys(senders, stage))
-        )
+        function = nothing("shared gradients")
+        sent = borders(dict.fromkeys(senders, stage))
+        self._send = Program(ProgramSpec(function=function, sent=sent))
         self._add = Program(
-            nothing("shared gradients"),
-            {shared_total(name): pin for name, pin in pins.items()},
-            received=borders({sender: sender for sender in senders}),
-            parts=parts,
-            wanted=set(parts),
+            ProgramSpec(
+                function=function,
+                pins={shared_total(name): pin for name, pin in pins.items()},
+                received=borders({sender: sender for sender in senders}),
+                parts=parts,
+                wanted=set(parts),
+            )
         )
 
     def send(self, sums: Mapping[str, Tensor], routes: Mapping[str, Tensor]) -> None:
