@@ -1,6 +1,5 @@
 """Compile stages: from a module to XLA programs that are traced once."""
 
-from torch_xla_pp.compile.border import route_in, route_out
 from torch_xla_pp.compile.explanation import (
     Explanation,
     ProgramCost,
@@ -10,15 +9,29 @@ from torch_xla_pp.compile.explanation import (
 from torch_xla_pp.compile.export import JointGraph, export_joint, marking_checkpoints
 from torch_xla_pp.compile.loss_program import LossProgram
 from torch_xla_pp.compile.lowering import Constraints
+from torch_xla_pp.compile.names import (
+    MARK,
+    accumulator,
+    buffer_role,
+    copied,
+    input_role,
+    is_buffer,
+    name_in_module,
+    output_name,
+    parameter_role,
+    route_in,
+    route_out,
+    tangent,
+)
 from torch_xla_pp.compile.partition import (
     Function,
     Remat,
     StageFunctions,
-    accumulator,
     check_remat,
     partition_joint,
 )
-from torch_xla_pp.compile.program import MARK, Program
+from torch_xla_pp.compile.program import Program
+from torch_xla_pp.compile.program_spec import ProgramSpec
 from torch_xla_pp.compile.replicas import ReplicaMeans
 from torch_xla_pp.compile.shared import SharedSums
 from torch_xla_pp.compile.sizes import Sizes, device_bytes
@@ -29,13 +42,9 @@ from torch_xla_pp.compile.stage_compiler import (
     StageSource,
     example_of,
 )
-from torch_xla_pp.compile.stage_programs import (
-    Borders,
-    Forwarded,
-    StagePrograms,
-    tangent,
-)
-from torch_xla_pp.compile.sums import copied, copies
+from torch_xla_pp.compile.stage_programs import Forwarded, StagePrograms
+from torch_xla_pp.compile.stage_specs import Borders
+from torch_xla_pp.compile.sums import copies
 
 __all__ = [
     "Borders",
@@ -49,6 +58,7 @@ __all__ = [
     "MARK",
     "Program",
     "ProgramCost",
+    "ProgramSpec",
     "Remat",
     "ReplicaMeans",
     "SharedSums",
@@ -59,6 +69,7 @@ __all__ = [
     "StagePrograms",
     "StageSource",
     "accumulator",
+    "buffer_role",
     "bytes_of",
     "check_remat",
     "copied",
@@ -67,7 +78,12 @@ __all__ = [
     "device_bytes",
     "example_of",
     "export_joint",
+    "input_role",
+    "is_buffer",
     "marking_checkpoints",
+    "name_in_module",
+    "output_name",
+    "parameter_role",
     "partition_joint",
     "route_in",
     "route_out",

@@ -17,24 +17,8 @@ import torch
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
+from torch_xla_pp.compile.names import TOKEN, route_in, route_out
 from torch_xla_pp.transport import ShardLayout, receive_op, send_op
-
-TOKEN = "token"
-
-
-def route_in(stage: int) -> str:
-    """Return the name of the route of what comes from `stage`."""
-    return f"route:in:{stage}"
-
-
-def route_out(stage: int) -> str:
-    """Return the name of the route of what goes to `stage`."""
-    return f"route:out:{stage}"
-
-
-def is_route(name: str) -> bool:
-    """Return whether a name is that of a route."""
-    return name.startswith("route:")
 
 
 class Border(NamedTuple):

@@ -25,8 +25,10 @@ from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.border import Border
+from torch_xla_pp.compile.names import BucketKind, bucket_name
 from torch_xla_pp.compile.partition import Function
 from torch_xla_pp.compile.program import Program
+from torch_xla_pp.compile.program_spec import ProgramSpec
 from torch_xla_pp.hlo import OpShardingArgs
 from torch_xla_pp.transport import ShardLayout
 
@@ -61,7 +63,7 @@ class ReplicaMeans:
         self.chunks = [bucket.chunk for bucket in buckets]
         self._num_buckets = len(buckets)
 
-        def borders(kind: str, numbers: Mapping[int, int]) -> list[Border]:
+        def borders(kind: BucketKind, numbers: Mapping[int, int]) -> list[Border]:
             """Return one border for each peer, with chunks of the replica given."""
             return [
                 Border(peer, self._names(kind, [number]), tuple(self.chunks))
@@ -69,7 +71,7 @@ class ReplicaMeans:
                 if peer != replica and is_in_graph
             ]
 
-        def pins(kind: str) -> dict[str, xla_compat.OpSharding]:
+        def pins(kind: BucketKind) -> dict[str, xla_compat.OpSharding]:
             names = self._names(kind, everyone)
             shardings = [chunk.sharding for chunk in self.chunks] * num_replicas
             return dict(zip(names, shardings, strict=True))
@@ -77,38 +79,44 @@ class ReplicaMeans:
         theirs = {peer: peer for peer in everyone}
         mine = dict.fromkeys(everyone, replica)
         self._split = Program(
-            Function(
-                name="split of gradients",
-                module=_Split(buckets, num_replicas),
-                inputs=tuple(name for bucket in buckets for name in bucket.layouts),
-                outputs=self._names("chunk", everyone),
-            ),
-            pins("chunk"),
-            sent=borders("chunk", theirs),
-            wanted=self._names("chunk", self._replicas),
+            ProgramSpec(
+                function=Function(
+                    name="split of gradients",
+                    module=_Split(buckets, num_replicas),
+                    inputs=tuple(name for bucket in buckets for name in bucket.layouts),
+                    outputs=self._names("chunk", everyone),
+                ),
+                pins=pins("chunk"),
+                sent=borders("chunk", theirs),
+                wanted=self._names("chunk", self._replicas),
+            )
         )
         self._mean = Program(
-            Function(
-                name="mean of gradients",
-                module=_Mean(num_replicas),
-                inputs=self._names("part", everyone),
-                outputs=self._names("mean", [replica]),
-            ),
-            pins("mean"),
-            received=borders("part", theirs),
-            sent=borders("mean", mine),
-            wanted=self._names("mean", [replica]),
+            ProgramSpec(
+                function=Function(
+                    name="mean of gradients",
+                    module=_Mean(num_replicas),
+                    inputs=self._names("part", everyone),
+                    outputs=self._names("mean", [replica]),
+                ),
+                pins=pins("mean"),
+                received=borders("part", theirs),
+                sent=borders("mean", mine),
+                wanted=self._names("mean", [replica]),
+            )
         )
         self._join = Program(
-            Function(
-                name="join of gradients",
-                module=_Join(buckets),
-                inputs=self._names("mean", everyone),
-                outputs=self._split.function.inputs,
-            ),
-            {name: layout.sharding for name, layout in layouts.items()},
-            received=borders("mean", theirs),
-            wanted=self._split.function.inputs,
+            ProgramSpec(
+                function=Function(
+                    name="join of gradients",
+                    module=_Join(buckets),
+                    inputs=self._names("mean", everyone),
+                    outputs=self._split.spec.function.inputs,
+                ),
+                pins={name: layout.sharding for name, layout in layouts.items()},
+                received=borders("mean", theirs),
+                wanted=self._split.spec.function.inputs,
+            )
         )
 
     def split(
@@ -138,7 +146,7 @@ class ReplicaMeans:
             routes: Where from and where to.
         """
         results = self._mean({**self._named("part", parts), **routes})
-        return [results[name] for name in self._mean.function.outputs]
+        return [results[name] for name in self._mean.spec.function.outputs]
 
     def join(self, means: _Chunks, routes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Enqueue the putting together of all averaged chunks.
@@ -152,13 +160,13 @@ class ReplicaMeans:
             Name → gradient, laid out as this replica's own.
         """
         results = self._join({**self._named("mean", means), **routes})
-        return {name: results[name] for name in self._join.function.outputs}
+        return {name: results[name] for name in self._join.spec.function.outputs}
 
-    def _names(self, kind: str, replicas: Iterable[int]) -> tuple[str, ...]:
+    def _names(self, kind: BucketKind, replicas: Iterable[int]) -> tuple[str, ...]:
         numbers = range(self._num_buckets)
-        return tuple(f"{kind}:{i}@{r}" for r in replicas for i in numbers)
+        return tuple(bucket_name(kind, i, r) for r in replicas for i in numbers)
 
-    def _named(self, kind: str, chunks: _Chunks) -> dict[str, Tensor]:
+    def _named(self, kind: BucketKind, chunks: _Chunks) -> dict[str, Tensor]:
         names = self._names(kind, chunks)
         values = [value for found in chunks.values() for value in found]
         return dict(zip(names, values, strict=True))

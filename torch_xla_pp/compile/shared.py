@@ -14,8 +14,10 @@ from torch import Tensor
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.border import Border
+from torch_xla_pp.compile.names import shared_part, shared_total
 from torch_xla_pp.compile.partition import nothing
 from torch_xla_pp.compile.program import Program
+from torch_xla_pp.compile.program_spec import ProgramSpec
 from torch_xla_pp.transport import ShardLayout
 
 
@@ -52,25 +54,30 @@ class SharedSums:
             return [
                 Border(
                     other,
-                    tuple(_part(name, owner_of[other]) for name in self.others[other]),
+                    tuple(
+                        shared_part(name, owner_of[other])
+                        for name in self.others[other]
+                    ),
                     tuple(layouts[name] for name in self.others[other]),
                 )
                 for other in senders
             ]
 
         parts = {
-            _total(name): [_part(name, holder) for holder in stages]
+            shared_total(name): [shared_part(name, holder) for holder in stages]
             for name, stages in holders.items()
         }
-        self._send = Program(
-            nothing("shared gradients"), {}, sent=borders(dict.fromkeys(senders, stage))
-        )
+        function = nothing("shared gradients")
+        sent = borders(dict.fromkeys(senders, stage))
+        self._send = Program(ProgramSpec(function=function, sent=sent))
         self._add = Program(
-            nothing("shared gradients"),
-            {_total(name): pin for name, pin in pins.items()},
-            received=borders({sender: sender for sender in senders}),
-            parts=parts,
-            wanted=set(parts),
+            ProgramSpec(
+                function=function,
+                pins={shared_total(name): pin for name, pin in pins.items()},
+                received=borders({sender: sender for sender in senders}),
+                parts=parts,
+                wanted=set(parts),
+            )
         )
 
     def send(self, sums: Mapping[str, Tensor], routes: Mapping[str, Tensor]) -> None:
@@ -100,16 +107,8 @@ class SharedSums:
         for stage, found in given.items():
             values |= self._parts(stage, found)
         results = self._add(values)
-        return {name: results[_total(name)] for name in sums}
+        return {name: results[shared_total(name)] for name in sums}
 
     @staticmethod
     def _parts(stage: int, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {_part(name, stage): value for name, value in sums.items()}
-
-
-def _part(name: str, stage: int) -> str:
-    return f"part:{name}@{stage}"
-
-
-def _total(name: str) -> str:
-    return f"total:{name}"
+        return {shared_part(name, stage): value for name, value in sums.items()}

@@ -13,7 +13,8 @@ from torch_xla_pp.compile.group_sums.grouping import grouping_of
 from torch_xla_pp.compile.lowering import Constraints
 from torch_xla_pp.compile.partition import Remat
 from torch_xla_pp.compile.sizes import Sizes
-from torch_xla_pp.compile.stage_programs import Borders, StagePrograms
+from torch_xla_pp.compile.stage_programs import StagePrograms
+from torch_xla_pp.compile.stage_specs import Borders
 from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.graph import Captured, Template, sharding_outputs
 from torch_xla_pp.hlo import OpShardingArgs

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torch_xla_pp.compile import Borders, Forwarded, route_in, route_out
+from torch_xla_pp.compile import Borders, Forwarded, input_role, route_in, route_out
 from torch_xla_pp.mesh import TensorSpec, Tiling
 from torch_xla_pp.plan import Fan, Tilings, Value
 from torch_xla_pp.runtime.exchange import Exchange
@@ -373,4 +373,4 @@ class Links:
 
 
 def _input(index: int, _: int) -> str:
-    return f"input:{index}"
+    return input_role(index)

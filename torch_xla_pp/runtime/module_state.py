@@ -17,7 +17,11 @@ from torch_xla_pp.compile import (
     Sizes,
     StagePrograms,
     accumulator,
+    buffer_role,
     device_bytes,
+    is_buffer,
+    name_in_module,
+    parameter_role,
 )
 from torch_xla_pp.deferred import lacking, record_resets, unwritten, value_of
 from torch_xla_pp.errors import PipelineError
@@ -146,7 +150,7 @@ class ModuleState:
         self.gathered.drop()
         self._sums = {}
         self._sum_bytes, self._given_bytes = 0, sum(device_bytes(grads))
-        self._before = {r: v for r, v in self.fixed.items() if r.startswith("buffer:")}
+        self._before = {r: v for r, v in self.fixed.items() if is_buffer(r)}
 
     def roll_back(self) -> None:
         """Undo what a step that failed did to buffers; gradients were not touched."""
@@ -217,7 +221,7 @@ class ModuleState:
     def update_buffers(self, updates: Mapping[str, Tensor]) -> None:
         """Give buffers the values that a forward computed, as new tensors."""
         for role, value in updates.items():
-            path, _, key = role.removeprefix("buffer:").rpartition(".")
+            path, _, key = name_in_module(role).rpartition(".")
             self._module.get_submodule(path)._buffers[key] = value
             self.fixed[role] = value
 
@@ -228,7 +232,7 @@ class ModuleState:
             return {}
         names = [name for name, _ in self._module.named_parameters()]
         used = rules.used(names, self._partitions)
-        return {f"param:{name}": partition for name, partition in used.items()}
+        return {parameter_role(name): partition for name, partition in used.items()}
 
     def _shardings(
         self, partitions: Mapping[str, Partition]
@@ -380,10 +384,10 @@ def _all_names(module: nn.Module) -> list[tuple[str, Tensor]]:
 def _roles(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's values by the roles that its joint graph uses."""
     values: dict[str, Tensor] = {
-        f"param:{name}": value for name, value in module.named_parameters()
+        parameter_role(name): value for name, value in module.named_parameters()
     }
     for name, value in module.named_buffers(remove_duplicate=False):
-        values[f"buffer:{name}"] = value
+        values[buffer_role(name)] = value
     return values
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import CompiledStage, tangent
+from torch_xla_pp.compile import CompiledStage, output_name, tangent
 from torch_xla_pp.mesh import TensorSpec
 from torch_xla_pp.plan import StagePlan
 from torch_xla_pp.runtime.loss import StageLoss
@@ -81,7 +81,7 @@ class StageOutputs:
         if is_scored:
             self._leaves[microbatch] = leaves
         if is_scored or self.is_wanted:
-            named = {f"output:{i}": value for i, value in enumerate(values)}
+            named = {output_name(i): value for i, value in enumerate(values)}
             kind: SavedKind = "kept" if self.is_wanted else "output"
             self._saved.put(kind, microbatch, named, compiled.sizes)
         kept = [value.detach() for value in values] if self.is_wanted else None

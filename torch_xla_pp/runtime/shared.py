@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import SharedSums, accumulator
+from torch_xla_pp.compile import SharedSums, accumulator, parameter_role
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.mesh import Tiling
 from torch_xla_pp.plan import Wiring
@@ -199,7 +199,7 @@ class SharedParameters:
         }
         totals = programs.add(self._own_sums(state), given, swap.routes_in())
         state.replace_sums(
-            {accumulator(_role(self._names[g])): x for g, x in totals.items()}
+            {accumulator(parameter_role(self._names[g])): x for g, x in totals.items()}
         )
 
     def _near(self, programs: SharedSums) -> list[int]:
@@ -229,7 +229,7 @@ class SharedParameters:
 
         Parameters that were always frozen, which have no layout, are left out.
         """
-        return {g: state.sum_of(_role(self._names[g])) for g in self._layouts}
+        return {g: state.sum_of(parameter_role(self._names[g])) for g in self._layouts}
 
     def _programs(self) -> tuple[SharedSums, Swap]:
         wiring, parameters = self._wired, self._parameters()
@@ -285,7 +285,3 @@ def _first_names(module: nn.Module, tied: Mapping[str, str]) -> dict[str, str]:
                 f"{found[group]} in {group!r}. Make them one parameter of the module."
             )
     return found
-
-
-def _role(name: str) -> str:
-    return f"param:{name}"

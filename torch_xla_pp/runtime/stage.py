@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_xla_pp.compile import Explanation, Remat, tangent
+from torch_xla_pp.compile import (
+    Explanation,
+    Remat,
+    name_in_module,
+    parameter_role,
+    tangent,
+)
 from torch_xla_pp.mesh import AUTO, BatchAxis, LogicalAxes, Sharding
 from torch_xla_pp.plan import InputsFrom
 from torch_xla_pp.runtime.outputs import StageOutputs
@@ -304,7 +310,7 @@ class PipelineStage(SilentStage):
         """
         named = self.submod.named_parameters()
         copies = self.model.state.copies
-        return {name: p for name, p in named if f"param:{name}" not in copies}
+        return {name: p for name, p in named if parameter_role(name) not in copies}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the module's state, without copies that an earlier stage owns.
@@ -312,7 +318,7 @@ class PipelineStage(SilentStage):
         The states of all stages together are that of the model, each value once;
         known once a schedule has begun its first step.
         """
-        copies = {role.removeprefix("param:") for role in self.model.state.copies}
+        copies = {name_in_module(role) for role in self.model.state.copies}
         state = self.submod.state_dict()
         return {name: value for name, value in state.items() if name not in copies}
 

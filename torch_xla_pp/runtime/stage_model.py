@@ -20,6 +20,9 @@ from torch_xla_pp.compile import (
     check_remat,
     costs_of,
     device_bytes,
+    input_role,
+    name_in_module,
+    parameter_role,
 )
 from torch_xla_pp.errors import StageShapeError
 from torch_xla_pp.graph import Baked, Captured, Template, follow_mode
@@ -178,7 +181,10 @@ class StageModel:
             message = Message("B", me, 0, consumer)
             self._exchange.expect(message, wiring.ranks[consumer])
         self._shared.connect(wiring)
-        self.state.copies = {f"param:{name}" for name in self._shared.copies(wiring)}
+        copies = self._shared.copies(wiring)
+        self.state.copies = {parameter_role(name) for name in copies}
+            parameter_role(name) for name in self._shared.copies(wiring)
+        }
 
     # At the begin of a step.
 
@@ -257,7 +263,7 @@ class StageModel:
         ]
         xla_compat.materialize(given)
         first = len(plan.received)
-        return {f"input:{i}": value for i, value in enumerate(given, first)}
+        return {input_role(i): value for i, value in enumerate(given, first)}
 
     # When asked.
 
@@ -279,7 +285,7 @@ class StageModel:
             sent_bytes=bytes_of(compiled.outputs, mesh),
             programs=costs_of(programs, mesh),
             reduced_per_microbatch={
-                role.removeprefix("param:"): reason
+                name_in_module(role): reason
                 for role, reason in compiled.programs.reduced_per_microbatch.items()
             },
             moves=tuple(compiled.links.moves()),
