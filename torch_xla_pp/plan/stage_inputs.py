@@ -32,11 +32,6 @@ class Source:
         item = "" if self.key is None else f"[{self.key!r}]"
         return f"output{item} of stage {self.stage}"
 
-    def overlaps(self, other: "Source") -> bool:
-        """Return whether two sources may have a value in common."""
-        is_whole = self.key is None or other.key is None
-        return self.stage == other.stage and (is_whole or self.key == other.key)
-
     def of(self, output: Any) -> Any:
         """Return what is meant out of the output of the stage.
 
