@@ -42,7 +42,7 @@ from torch_xla_pp.graph import (
     untied,
 )
 from torch_xla_pp.mesh import AxisRules, LogicalAxes, Sharding, unmatched
-from torch_xla_pp.plan import SourceLike, StageInputs
+from torch_xla_pp.plan import StageInputs
 from torch_xla_pp.runtime import (
     SPLIT_MARK,
     XlaPipelineStage,
@@ -107,7 +107,7 @@ class Pipe(_TracedPipe):
             follow_mode(self.get_stage_module(index))
         results: dict[int, Any] = {0: self.get_stage_module(0)(*args, **kwargs)}
         for index in range(1, self.num_stages):
-            inputs = StageInputs.of(index, self._sources_of(index))
+            inputs = StageInputs.of(index, self.stage_graph.sources(index))
             values, _ = inputs.arguments(results)
             results[index] = self.get_stage_module(index)(*values)
         return tuple(pytree.tree_leaves(results[self.num_stages - 1]))
@@ -158,7 +158,7 @@ class Pipe(_TracedPipe):
             module = self.get_stage_module(stage_index)
             for_each_mode(module, lambda module: move_factories_to(module, device))
             expected = _traced_inputs(module)
-            sources = self._sources_of(stage_index)
+            sources = self.stage_graph.sources(stage_index)
             tied = self.stage_graph.shared_of(stage_index)
         stage = XlaPipelineStage(
             module,
@@ -198,12 +198,6 @@ class Pipe(_TracedPipe):
         self.stage_graph = self.stage_graph.with_shardings(
             lambda shape, axes: stage.sharding_text(shape, rows, axes)
         )
-
-    def _sources_of(self, stage: int) -> list[SourceLike]:
-        return [
-            producer if output is None else (producer, output)
-            for producer, output in self.stage_graph.sources(stage)
-        ]
 
 
 def pipeline(

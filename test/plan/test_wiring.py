@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_xla_pp.errors import PlanError
-from torch_xla_pp.graph import Template
-from torch_xla_pp.plan import Fan, Source, StageInputs, Value, Wiring
+from torch_xla_pp.graph import Source, Template
+from torch_xla_pp.plan import Fan, StageInputs, Value, Wiring
 
 pytestmark = pytest.mark.pure
 

@@ -24,9 +24,9 @@ from torch_xla_pp.graph.shard import (
     shard_in_graph,
     sharding_outputs,
 )
+from torch_xla_pp.graph.source import Source
 from torch_xla_pp.graph.stage_graph import (
     SharedParameter,
-    Source,
     Stage,
     StageEdge,
     StageGraph,

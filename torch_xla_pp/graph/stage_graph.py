@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from torch_xla_pp.errors import PlanError
+from torch_xla_pp.graph.source import Source
 from torch_xla_pp.mesh import LogicalAxes
-
-Source = tuple[int, int | None]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _COUNTS = ("", "K", "M", "G", "T", "P")
@@ -206,12 +205,11 @@ class StageGraph:
         """Return where each positional input of a stage's module comes from.
 
         Returns:
-            Pairs of the producing stage and the index of its output, None for the
-            index if the producer's module returns one bare tensor. Empty for the
-            first stage, whose inputs the schedule passes in.
+            The outputs of producers, without an index of one that returns one bare
+            tensor. Empty for the first stage, whose inputs the schedule passes in.
         """
         return tuple(
-            (e.producer, None if self.stages[e.producer].is_bare else e.output)
+            Source(e.producer, None if self.stages[e.producer].is_bare else e.output)
             for e in self._inputs(stage)
         )
 
@@ -276,7 +274,7 @@ class StageGraph:
         """
         sources: list[list[Source]] = [[]]
         for stage, count in enumerate(num_outputs):
-            sources.append([(stage, i) for i in range(count)])
+            sources.append([Source(stage, i) for i in range(count)])
         return cls.from_sources(sources)
 
     @classmethod
@@ -290,11 +288,16 @@ class StageGraph:
             PlanError: The stages form no graph.
         """
         edges = tuple(
-            StageEdge(producer=stage, output=output or 0, consumer=consumer, input=i)
+            StageEdge(
+                producer=source.stage,
+                output=source.key if isinstance(source.key, int) else 0,
+                consumer=consumer,
+                input=i,
+            )
             for consumer, inputs in enumerate(sources)
-            for i, (stage, output) in enumerate(inputs)
+            for i, source in enumerate(inputs)
         )
-        bare = {stage for inputs in sources for stage, i in inputs if i is None}
+        bare = {s.stage for inputs in sources for s in inputs if s.key is None}
         stages = tuple(
             Stage(name=f"stage_{i}", is_bare=i in bare) for i in range(len(sources))
         )
