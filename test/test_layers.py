@@ -11,7 +11,7 @@ pytestmark = pytest.mark.pure
 PACKAGE = "torch_xla_pp"
 ROOT = Path(__file__).parent.parent / PACKAGE
 LAYERS = (
-    ("errors", "env", "elf", "heap"),
+    ("errors", "env", "text", "elf", "heap"),
     ("mesh", "schedule", "timeline", "xla_compat", "dump"),
     ("hlo", "native"),
     ("deferred", "transport"),
