@@ -15,7 +15,14 @@ from torch.distributed.pipelining import SplitPoint
 from torch.utils import _pytree as pytree
 
 from torch_xla_pp.compile import Remat, marking_checkpoints
-from torch_xla_pp.deferred import as_on_host, back_to_meta, record_resets
+from torch_xla_pp.deferred import (
+    as_on_host,
+    back_to_meta,
+    parameter_names,
+    places_of,
+    record_resets,
+    shapes_of,
+)
 from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PlanError
 from torch_xla_pp.graph import (
@@ -33,7 +40,6 @@ from torch_xla_pp.graph import (
     in_mode,
     indexing_by_tensors,
     keep_parameters,
-    parameter_names,
     prepare,
     reads_training,
     refuse_modes,
@@ -48,7 +54,6 @@ from torch_xla_pp.runtime import (
     XlaPipelineStage,
     check_plain_module,
     move_factories_to,
-    shapes_of,
     trace_and_split,
 )
 from torch_xla_pp.runtime import Pipe as _TracedPipe
@@ -246,8 +251,7 @@ def pipeline(
     record_resets(module)
     pipe = _traced(module, mb_args, mb_kwargs, split_spec, split_policy, activations)
     is_switched = reads_training(module)
-    tensors = (module.named_parameters, module.named_buffers)
-    names = {name for named in tensors for name, _ in named(remove_duplicate=False)}
+    names = {place.name for place in places_of(module)}
     for stage in _stage_modules(pipe):
         begin_modes(stage, module, is_switched=is_switched)
     missing = (True, False) if has_mixed_mode(module) else (not module.training,)

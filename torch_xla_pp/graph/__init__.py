@@ -36,7 +36,6 @@ from torch_xla_pp.graph.template import Slot, Template
 from torch_xla_pp.graph.ties import (
     check_split_spec,
     keep_parameters,
-    parameter_names,
     tie_parameters,
     untied,
 )
@@ -70,7 +69,6 @@ __all__ = [
     "is_set",
     "keep_parameters",
     "mapped_as",
-    "parameter_names",
     "pipeline_yield",
     "prepare",
     "reads_training",

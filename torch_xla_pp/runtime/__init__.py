@@ -3,7 +3,6 @@
 from torch_xla_pp.runtime.checks import check_plain_module
 from torch_xla_pp.runtime.grad_norm import clip_grad_norm_
 from torch_xla_pp.runtime.manual_stage import PipelineStage
-from torch_xla_pp.runtime.module_state import shapes_of
 from torch_xla_pp.runtime.orders import order_of
 from torch_xla_pp.runtime.profile import profile_step
 from torch_xla_pp.runtime.schedule_table import ScheduleFromTable
@@ -26,6 +25,5 @@ __all__ = [
     "move_factories_to",
     "order_of",
     "profile_step",
-    "shapes_of",
     "trace_and_split",
 ]
