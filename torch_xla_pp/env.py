@@ -64,6 +64,17 @@ def size_pool(num_threads: int) -> int:
     return max(found, num_threads)
 
 
+def threads_needed(num_devices: int) -> int:
+    """Return how many threads a client for CPU devices needs so as not to stand still.
+
+    Programs are launched by threads of its pool, one for each device at once, and run
+    on others, one for each device, since those of one launch begin when the launch
+    before has ended; all of these may wait. One more is for copies. With one device
+    programs are launched by their caller. See docs/design/024-in-flight.md.
+    """
+    return 2 if num_devices == 1 else 2 * num_devices + 1
+
+
 def pool_size() -> int:
     """Return how many threads a client gets that is made now."""
     for name in ("PJRT_NPROC", "NPROC"):

@@ -73,24 +73,13 @@ def size_pool() -> None:
     program makes itself.
     """
     if not _XLAC._xla_runtime_is_initialized():
-        env.size_pool(_num_threads(env.num_cpu_devices()))
-
-
-def _num_threads(num_devices: int) -> int:
-    """Return how many threads a client for CPU devices needs so as not to stand still.
-
-    Programs are launched by threads of its pool, one for each device at once, and run
-    on others, one for each device, since those of one launch begin when the launch
-    before has ended; all of these may wait. One more is for copies. With one device
-    programs are launched by their caller. See docs/design/024-in-flight.md.
-    """
-    return 2 if num_devices == 1 else 2 * num_devices + 1
+        env.size_pool(env.threads_needed(env.num_cpu_devices()))
 
 
 def _check_pool() -> None:
     """Refuse a client that was made before, with too few threads."""
     count = num_local_devices()
-    found, needed = env.pool_size(), _num_threads(count)
+    found, needed = env.pool_size(), env.threads_needed(count)
     if found < needed:
         raise PipelineError(
             f"XLA's client was made with {found} threads for {count} devices: expected "

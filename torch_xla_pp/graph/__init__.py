@@ -24,9 +24,9 @@ from torch_xla_pp.graph.shard import (
     shard_in_graph,
     sharding_outputs,
 )
+from torch_xla_pp.graph.source import Source
 from torch_xla_pp.graph.stage_graph import (
     SharedParameter,
-    Source,
     Stage,
     StageEdge,
     StageGraph,
@@ -36,7 +36,6 @@ from torch_xla_pp.graph.template import Slot, Template
 from torch_xla_pp.graph.ties import (
     check_split_spec,
     keep_parameters,
-    parameter_names,
     tie_parameters,
     untied,
 )
@@ -70,7 +69,6 @@ __all__ = [
     "is_set",
     "keep_parameters",
     "mapped_as",
-    "parameter_names",
     "pipeline_yield",
     "prepare",
     "reads_training",

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_xla_pp.text import type_text
+
 Axis = str | tuple[str, ...] | None
 Partition = tuple[Axis, ...]
 LogicalAxes = tuple[str | None, ...]
@@ -139,4 +141,4 @@ class TensorSpec:
         return math.prod(shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return type_text(self.shape, self.dtype)

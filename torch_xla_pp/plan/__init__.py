@@ -8,7 +8,7 @@ from torch_xla_pp.plan.claims import (
     wiring_of,
 )
 from torch_xla_pp.plan.fan import Fan, Value
-from torch_xla_pp.plan.stage_inputs import InputsFrom, Source, SourceLike, StageInputs
+from torch_xla_pp.plan.stage_inputs import InputsFrom, SourceLike, StageInputs
 from torch_xla_pp.plan.stage_plan import (
     Offer,
     StagePlan,
@@ -29,7 +29,6 @@ __all__ = [
     "Mode",
     "Offer",
     "ReplicaClaim",
-    "Source",
     "SourceLike",
     "StageClaim",
     "StageInputs",

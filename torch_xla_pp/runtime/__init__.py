@@ -1,7 +1,6 @@
 """RUN: stages that torch's own schedule classes drive."""
 
 from torch_xla_pp.runtime.grad_norm import clip_grad_norm_
-from torch_xla_pp.runtime.module_state import shapes_of
 from torch_xla_pp.runtime.observer import NOBODY, Marks, Observer
 from torch_xla_pp.runtime.rank import RankPipeline
 from torch_xla_pp.runtime.saved import SavedValues
@@ -26,5 +25,4 @@ __all__ = [
     "check_plain_module",
     "clip_grad_norm_",
     "order_of",
-    "shapes_of",
 ]

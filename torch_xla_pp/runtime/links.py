@@ -15,6 +15,7 @@ from torch_xla_pp.compile import Borders, Forwarded, input_role, route_in, route
 from torch_xla_pp.mesh import TensorSpec, Tiling
 from torch_xla_pp.plan import Fan, Tilings, Value
 from torch_xla_pp.runtime.exchange import Exchange
+from torch_xla_pp.text import type_text
 from torch_xla_pp.transport import Direction, Message, ShardLayout
 from torch_xla_pp.world import World
 
@@ -139,10 +140,9 @@ class Links:
                 for layout, far in zip(post.layouts, self._there(post), strict=True):
                     own = layout.tiling
                     first, last = (far, own) if word == "from" else (own, far)
-                    dtype = str(layout.dtype).removeprefix("torch.")
                     if first != last:
-                        value = f"{dtype}{list(layout.shape)} {word} stage {post.stage}"
-                        yield f"{value}: {first} -> {last}"
+                        value = f"{type_text(layout.shape, layout.dtype)} {word}"
+                        yield f"{value} stage {post.stage}: {first} -> {last}"
 
     # For each microbatch.
 

@@ -183,8 +183,6 @@ class StageModel:
         self._shared.connect(wiring)
         copies = self._shared.copies(wiring)
         self.state.copies = {parameter_role(name) for name in copies}
-            parameter_role(name) for name in self._shared.copies(wiring)
-        }
 
     # At the begin of a step.
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_xla_pp import xla_compat
+from torch_xla_pp.deferred import shapes_of
 from torch_xla_pp.mesh import AxisRules, unmatched
-from torch_xla_pp.runtime.module_state import shapes_of
 
 
 def check_plain_module(what: str, module: nn.Module) -> None:

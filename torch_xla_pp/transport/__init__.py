@@ -1,14 +1,15 @@
 """Messages between ranks: process group "xla_pp", agreement, errors, transport."""
 
 from torch_xla_pp.transport import recording
+from torch_xla_pp.transport.gloo_compat import forget_group_numbers
 from torch_xla_pp.transport.in_graph import InGraphTransport, receive_op, send_op
 from torch_xla_pp.transport.inbox import Ticket
 from torch_xla_pp.transport.linked_groups import LinkedGroups
 from torch_xla_pp.transport.pieces import part_sizes
 from torch_xla_pp.transport.process_group import (
     XlaPpProcessGroup,
+    explain_backend_xla,
     of_group,
-    register_backend,
 )
 from torch_xla_pp.transport.recording import Event, Record
 from torch_xla_pp.transport.rendezvous import Rendezvous
@@ -31,12 +32,12 @@ __all__ = [
     "StageTransport",
     "Ticket",
     "XlaPpProcessGroup",
+    "forget_group_numbers",
     "of_group",
     "part_sizes",
     "receive_op",
     "recording",
-    "register_backend",
     "send_op",
 ]
 
-register_backend()
+explain_backend_xla()

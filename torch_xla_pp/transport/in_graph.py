@@ -39,6 +39,7 @@ from torch import Tensor
 from torch_xla_pp import env, native, xla_compat
 from torch_xla_pp.errors import TransportError, TransportTimeout
 from torch_xla_pp.mesh import Tiling
+from torch_xla_pp.text import type_text
 from torch_xla_pp.transport.pieces import are_alike, piece_table
 from torch_xla_pp.transport.rendezvous import Rendezvous
 from torch_xla_pp.transport.stage_transport import (
@@ -81,7 +82,7 @@ def send_op(
     for value, layout in zip(values, layouts, strict=True):
         if (tuple(value.shape), value.dtype) != (layout.shape, layout.dtype):
             raise ValueError(
-                f"send: expected {layout}, got {value.dtype} {list(value.shape)}. "
+                f"send: expected {layout}, got {type_text(value.shape, value.dtype)}. "
                 "Send what the receiver was told to expect."
             )
     target = _target("send", route, layouts)

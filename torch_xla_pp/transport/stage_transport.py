@@ -17,6 +17,7 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.errors import TransportError
 from torch_xla_pp.hlo import OpShardingArgs, parse_sharding
 from torch_xla_pp.mesh import Tiling
+from torch_xla_pp.text import type_text
 
 Direction = Literal["F", "B", "S"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
@@ -95,8 +96,7 @@ class ShardLayout(NamedTuple):
         return self.tiling.shard_shape
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype}{list(self.shape)} as {list(self.shard_shape)}"
+        return f"{type_text(self.shape, self.dtype)} as {list(self.shard_shape)}"
 
 
 def digest(layouts: Sequence[ShardLayout], *tilings: Sequence[Tiling]) -> int:

@@ -15,7 +15,14 @@ from torch.distributed.pipelining import SplitPoint
 from torch.utils import _pytree as pytree
 
 from torch_xla_pp.compile import Remat, marking_checkpoints
-from torch_xla_pp.deferred import as_on_host, back_to_meta, record_resets
+from torch_xla_pp.deferred import (
+    as_on_host,
+    back_to_meta,
+    parameter_names,
+    places_of,
+    record_resets,
+    shapes_of,
+)
 from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PlanError
 from torch_xla_pp.graph import (
@@ -33,7 +40,6 @@ from torch_xla_pp.graph import (
     in_mode,
     indexing_by_tensors,
     keep_parameters,
-    parameter_names,
     prepare,
     reads_training,
     refuse_modes,
@@ -42,12 +48,11 @@ from torch_xla_pp.graph import (
     untied,
 )
 from torch_xla_pp.mesh import AxisRules, LogicalAxes, Sharding, unmatched
-from torch_xla_pp.plan import SourceLike, StageInputs
+from torch_xla_pp.plan import StageInputs
 from torch_xla_pp.runtime import (
     PipelineStage,
     TracedModel,
     check_plain_module,
-    shapes_of,
 )
 from torch_xla_pp.torch_pipe import SPLIT_MARK, move_factories_to, trace_and_split
 from torch_xla_pp.torch_pipe import Pipe as _TracedPipe
@@ -106,7 +111,7 @@ class Pipe(_TracedPipe):
             follow_mode(self.get_stage_module(index))
         results: dict[int, Any] = {0: self.get_stage_module(0)(*args, **kwargs)}
         for index in range(1, self.num_stages):
-            inputs = StageInputs.of(index, self._sources_of(index))
+            inputs = StageInputs.of(index, self.stage_graph.sources(index))
             values, _ = inputs.arguments(results)
             results[index] = self.get_stage_module(index)(*values)
         return tuple(pytree.tree_leaves(results[self.num_stages - 1]))
@@ -150,7 +155,7 @@ class Pipe(_TracedPipe):
             module = self.get_stage_module(stage_index)
             for_each_mode(module, lambda module: move_factories_to(module, device))
             expected = _traced_inputs(module)
-            sources = self._sources_of(stage_index)
+            sources = self.stage_graph.sources(stage_index)
             tied = self.stage_graph.shared_of(stage_index)
         stage = PipelineStage(
             module,
@@ -189,12 +194,6 @@ class Pipe(_TracedPipe):
         self.stage_graph = self.stage_graph.with_shardings(
             lambda shape, axes: stage.sharding_text(shape, rows, axes)
         )
-
-    def _sources_of(self, stage: int) -> list[SourceLike]:
-        return [
-            producer if output is None else (producer, output)
-            for producer, output in self.stage_graph.sources(stage)
-        ]
 
 
 def pipeline(
@@ -243,8 +242,7 @@ def pipeline(
     record_resets(module)
     pipe = _traced(module, mb_args, mb_kwargs, split_spec, split_policy, activations)
     is_switched = reads_training(module)
-    tensors = (module.named_parameters, module.named_buffers)
-    names = {name for named in tensors for name, _ in named(remove_duplicate=False)}
+    names = {place.name for place in places_of(module)}
     for stage in _stage_modules(pipe):
         begin_modes(stage, module, is_switched=is_switched)
     missing = (True, False) if has_mixed_mode(module) else (not module.training,)
