@@ -1,5 +1,6 @@
 """Compile stages: from a module to XLA programs that are traced once."""
 
+from torch_xla_pp.compile.border import Border
 from torch_xla_pp.compile.export import JointGraph, export_joint, marking_checkpoints
 from torch_xla_pp.compile.group_sums.group_gradients import Grouping
 from torch_xla_pp.compile.group_sums.row_groups import RowGroups
@@ -7,9 +8,12 @@ from torch_xla_pp.compile.loss_program import LossProgram
 from torch_xla_pp.compile.lowering import Constraints
 from torch_xla_pp.compile.names import (
     MARK,
+    BucketKind,
     accumulator,
+    bucket_name,
     buffer_role,
     copied,
+    input_grad,
     input_role,
     is_buffer,
     name_in_module,
@@ -17,6 +21,8 @@ from torch_xla_pp.compile.names import (
     parameter_role,
     route_in,
     route_out,
+    shared_part,
+    shared_total,
     tangent,
 )
 from torch_xla_pp.compile.partition import (
@@ -24,17 +30,18 @@ from torch_xla_pp.compile.partition import (
     Remat,
     StageFunctions,
     check_remat,
+    nothing,
     partition_joint,
 )
 from torch_xla_pp.compile.program import Program
 from torch_xla_pp.compile.program_spec import ProgramSpec
-from torch_xla_pp.compile.replicas import ReplicaMeans
-from torch_xla_pp.compile.shared import SharedSums
 from torch_xla_pp.compile.stage_programs import Forwarded, StagePrograms
-from torch_xla_pp.compile.stage_specs import Borders
+from torch_xla_pp.compile.stage_specs import Borders, tangent_name
 from torch_xla_pp.compile.sums import copies
 
 __all__ = [
+    "Border",
+    "BucketKind",
     "Borders",
     "Constraints",
     "Forwarded",
@@ -46,25 +53,29 @@ __all__ = [
     "Program",
     "ProgramSpec",
     "Remat",
-    "ReplicaMeans",
     "RowGroups",
-    "SharedSums",
     "StageFunctions",
     "StagePrograms",
     "accumulator",
+    "bucket_name",
     "buffer_role",
     "check_remat",
     "copied",
     "copies",
     "export_joint",
+    "input_grad",
     "input_role",
     "is_buffer",
     "marking_checkpoints",
     "name_in_module",
+    "nothing",
     "output_name",
     "parameter_role",
     "partition_joint",
     "route_in",
     "route_out",
+    "shared_part",
+    "shared_total",
     "tangent",
+    "tangent_name",
 ]

@@ -21,6 +21,8 @@ Name                     Made by                      Read by
                          sums per group
 `grad:ROLE`              the user: `.grad` as a step  the start or the reduction of
                          begins                       sums
+`grad:input:INDEX`       backwards, for an input of   the stage that made the input
+                         another stage
 `whole:ROLE`             the gathering of a weight,   the stage: its `param:NAME` for
                          once a step                  that step
 `part:NAME@STAGE`        each stage that has a tied   the sum over these stages
@@ -139,6 +141,11 @@ def accumulated(role: str) -> str:
 def given_grad(role: str) -> str:
     """Return the name under which the present gradient of a parameter is passed."""
     return f"grad:{role}"
+
+
+def input_grad(index: int) -> str:
+    """Return the name under which the gradient of an input is sent."""
+    return f"grad:{input_role(index)}"
 
 
 def copied(role: str) -> str:

@@ -14,7 +14,6 @@ from torch_xla_pp.runtime.torch_compat import Schedule, local_stages
 from torch_xla_pp.timeline import Timeline, summarize, to_chrome, to_picture
 from torch_xla_pp.transport import (
     Event,
-    InGraphTransport,
     Message,
     Rendezvous,
     clock_offset_ns,
@@ -87,7 +86,7 @@ def profile_step(schedule: Any) -> Iterator[StepProfile]:
     stages = _stages_of(schedule)
     group = of_group(stages[0].group)
     rendezvous = group.rendezvous
-    has_marks = isinstance(group.transport, InGraphTransport)
+    has_marks = group.transport.in_program is not None
     recorder = StepRecorder([stage.shelf for stage in stages], has_marks)
     profile = StepProfile()
     with rendezvous.reporting("in profile_step"):

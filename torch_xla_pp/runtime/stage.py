@@ -43,6 +43,7 @@ from torch_xla_pp.mesh import (
 )
 from torch_xla_pp.plan import InputsFrom, StageInputs, Value, Wiring
 from torch_xla_pp.runtime import handshake
+from torch_xla_pp.runtime.channels import Endpoint
 from torch_xla_pp.runtime.checks import (
     check_batch,
     check_device,
@@ -51,12 +52,21 @@ from torch_xla_pp.runtime.checks import (
     check_plain_module,
     matched_patterns,
 )
-from torch_xla_pp.runtime.exchange import Exchange
 from torch_xla_pp.runtime.explanation import Explanation, bytes_of, costs_of
-from torch_xla_pp.runtime.gradients import StageGradients, combine
+from torch_xla_pp.runtime.gradients.finish import StageGradients, combine
+from torch_xla_pp.runtime.gradients.replicas import (
+    Replicas,
+    agree_on_replicas,
+    group_of_replicas,
+)
+from torch_xla_pp.runtime.gradients.tied import (
+    TiedParameters,
+    check_separate,
+    separated,
+)
 from torch_xla_pp.runtime.groups import Groups
 from torch_xla_pp.runtime.handshake import Claim, StageClaim
-from torch_xla_pp.runtime.links import Ends, Links
+from torch_xla_pp.runtime.links import Links, StageValues
 from torch_xla_pp.runtime.loss import StageLoss
 from torch_xla_pp.runtime.memory import (
     Shelf,
@@ -75,16 +85,6 @@ from torch_xla_pp.runtime.plan import (
 )
 from torch_xla_pp.runtime.planning import StagePlanning
 from torch_xla_pp.runtime.recorder import StepRecorder, recorded, shown_as
-from torch_xla_pp.runtime.replicas import (
-    Replicas,
-    agree_on_replicas,
-    group_of_replicas,
-)
-from torch_xla_pp.runtime.shared import (
-    SharedParameters,
-    check_separate,
-    separated,
-)
 from torch_xla_pp.runtime.silent_stage import SilentStage
 from torch_xla_pp.runtime.step_kinds import StepKinds
 from torch_xla_pp.runtime.steps_ahead import StepsAhead
@@ -208,17 +208,17 @@ class XlaPipelineStage(SilentStage):
                 whole_model,
             )
             self._mirrors = mirrors
-            self._exchange = Exchange(self._pg)
-            self._shared = SharedParameters(
-                stage_index, submodule, tied or {}, self._exchange
+            self._endpoint = Endpoint(self._pg)
+            self._tied = TiedParameters(
+                stage_index, submodule, tied or {}, self._endpoint
             )
             self._replicas = (
                 None if others is None else Replicas(stage_index, submodule, others)
             )
         self._gradients = StageGradients(
             state=self._state,
-            exchange=self._exchange,
-            shared=self._shared,
+            group=self._pg,
+            tied=self._tied,
             replicas=self._replicas,
         )
         self._planning = StagePlanning(
@@ -292,7 +292,7 @@ class XlaPipelineStage(SilentStage):
 
     def record(self, recorder: StepRecorder | None) -> None:
         """Let `recorder` note what the stage does from now on, None for nobody."""
-        self._recorder = self._exchange.recorder = recorder
+        self._recorder = self._endpoint.recorder = recorder
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by name, without copies that an earlier stage owns.
@@ -356,7 +356,7 @@ class XlaPipelineStage(SilentStage):
                 if schedule in self._drives:
                     self._drives[schedule].kinds.begin_step()
                     self._drives[schedule].ahead.begin_step()
-            self._exchange.settle()
+            self._pg.transport.settle()
             for mirror in self._mirrors:
                 mirror.follow()
             self._state.begin_step()
@@ -365,7 +365,7 @@ class XlaPipelineStage(SilentStage):
         self._shelf.clear()
         self._outlet.clear()
         self.output_chunks.clear()
-        self._exchange.forget(self.stage_index)
+        self._endpoint.forget(self.stage_index)
         if self._replicas is not None:
             self._replicas.forget()
 
@@ -403,7 +403,7 @@ class XlaPipelineStage(SilentStage):
             num_microbatches=num_microbatches(schedule),
             schedule=type(schedule).__name__,
             order="" if order is None else order.digest(),
-            transport=self._exchange.transport_name,
+            transport=self._pg.transport.name,
             replica=self._replica,
         )
         key, wiring = handshake.agree_on_stages(self._pg.rendezvous, claim)
@@ -445,8 +445,8 @@ class XlaPipelineStage(SilentStage):
         return StageClaim(
             index=self.stage_index,
             inputs=self._inputs_from,
-            shared=self._shared.describe(),
-            tilings=self._shared.tilings(),
+            shared=self._tied.describe(),
+            tilings=self._tied.tilings(),
             patterns=self._patterns,
         )
 
@@ -454,13 +454,13 @@ class XlaPipelineStage(SilentStage):
         me = self.stage_index
         for producer in wiring.producers(me):
             message = Message("F", me, 0, producer)
-            self._exchange.expect(message, wiring.ranks[producer])
+            self._pg.transport.expect(message, wiring.ranks[producer])
         for consumer in wiring.consumers(me):
             message = Message("B", me, 0, consumer)
-            self._exchange.expect(message, wiring.ranks[consumer])
-        self._shared.connect(wiring)
+            self._pg.transport.expect(message, wiring.ranks[consumer])
+        self._tied.connect(wiring)
         self._state.copies = {
-            parameter_role(name) for name in self._shared.copies(wiring)
+            parameter_role(name) for name in self._tied.copies(wiring)
         }
 
     def _take_loss(self, schedule: Schedule) -> StageLoss | None:
@@ -598,8 +598,10 @@ class XlaPipelineStage(SilentStage):
         def link(outputs: tuple[TensorSpec, ...], output: Template) -> Links:
             me = self.stage_index
             fans = {**plan.fans, me: self._wiring.fan(me, output)}
-            ends = Ends(me, plan.values, plan.received, outputs, fans, plan.tilings)
-            return Links(ends, self._exchange, self._world)
+            values = StageValues(
+                me, plan.values, plan.received, outputs, fans, plan.tilings
+            )
+            return Links(values, self._endpoint.open, self._world)
 
         return plan.variant(
             self._mode, self._captured, self.submod, self._world, self._state, link
@@ -626,7 +628,7 @@ class XlaPipelineStage(SilentStage):
             variant = self._variant(plan)
             self._last_forward = fwd_chunk_id
             live = self._given_inputs(plan, fwd_chunk_id, args, kwargs or {})
-            live |= {**variant.links.take_inputs(fwd_chunk_id), **marks}
+            live |= {**variant.links.receive_inputs(fwd_chunk_id), **marks}
             seed = self._seed(plan, fwd_chunk_id)
             programs = variant.programs
             run = programs.forward if self.has_backward else programs.inference
@@ -636,7 +638,7 @@ class XlaPipelineStage(SilentStage):
             self._state.update_buffers(result.updates)
             if self.has_backward:
                 self._shelf.put("saved", fwd_chunk_id, result.live, variant.sizes)
-            variant.links.give_outputs(fwd_chunk_id, result)
+            variant.links.send_outputs(fwd_chunk_id, result)
             output = self._keep_output(variant, fwd_chunk_id, result.outputs)
             if not self.has_backward:
                 self._count_done(plan)
@@ -661,7 +663,7 @@ class XlaPipelineStage(SilentStage):
             variant = self._variant(plan)
             live = {**self._shelf.take("saved", bwd_chunk_id), **marks}
             live |= self._tangents(variant, bwd_chunk_id, loss)
-            live |= variant.links.take_grads(bwd_chunk_id)
+            live |= variant.links.receive_grads(bwd_chunk_id)
             programs = variant.programs
             if full_backward:
                 grads, sums = programs.backward(self._fixed(programs), live)
@@ -671,7 +673,7 @@ class XlaPipelineStage(SilentStage):
                 grads, residual = programs.backward_input(self._state.values(), live)
                 self._shelf.note_run(programs.extra_bytes)
                 self._shelf.put("residual", bwd_chunk_id, residual, variant.sizes)
-            variant.links.give_grads(bwd_chunk_id, grads)
+            variant.links.send_grads(bwd_chunk_id, grads)
             if full_backward:
                 self._count_done(plan)
 
@@ -766,7 +768,7 @@ class XlaPipelineStage(SilentStage):
         if all(stage._num_done == plan.num_microbatches for stage in stages):
             if any(stage.has_backward for stage in stages):
                 combine([stage._gradients for stage in stages])
-            self._exchange.settle()
+            self._pg.transport.settle()
             for stage in stages:
                 stage._state.publish_grads()
                 stage._describe_once()

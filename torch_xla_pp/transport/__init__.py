@@ -15,6 +15,7 @@ from torch_xla_pp.transport.rendezvous import Rendezvous
 from torch_xla_pp.transport.stage_transport import (
     Direction,
     Message,
+    ProgramOps,
     ShardLayout,
     StageTransport,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "Event",
     "InGraphTransport",
     "Message",
+    "ProgramOps",
     "Record",
     "Rendezvous",
     "ShardLayout",
