@@ -27,7 +27,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.nn import functional as F
 
 import torch_xla_pp as xpp
-from torch_xla_pp.runtime.replicas import agree_on_replicas
+from torch_xla_pp.runtime.gradients.replicas import agree_on_replicas
 from torch_xla_pp.testing import Worlds
 
 pytestmark = pytest.mark.worlds

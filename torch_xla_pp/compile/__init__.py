@@ -1,5 +1,6 @@
 """Compile stages: from a module to XLA programs that are traced once."""
 
+from torch_xla_pp.compile.border import Border
 from torch_xla_pp.compile.explanation import (
     Explanation,
     ProgramCost,
@@ -11,9 +12,12 @@ from torch_xla_pp.compile.loss_program import LossProgram
 from torch_xla_pp.compile.lowering import Constraints
 from torch_xla_pp.compile.names import (
     MARK,
+    BucketKind,
     accumulator,
+    bucket_name,
     buffer_role,
     copied,
+    input_grad,
     input_role,
     is_buffer,
     name_in_module,
@@ -21,6 +25,8 @@ from torch_xla_pp.compile.names import (
     parameter_role,
     route_in,
     route_out,
+    shared_part,
+    shared_total,
     tangent,
 )
 from torch_xla_pp.compile.partition import (
@@ -28,12 +34,11 @@ from torch_xla_pp.compile.partition import (
     Remat,
     StageFunctions,
     check_remat,
+    nothing,
     partition_joint,
 )
 from torch_xla_pp.compile.program import Program
 from torch_xla_pp.compile.program_spec import ProgramSpec
-from torch_xla_pp.compile.replicas import ReplicaMeans
-from torch_xla_pp.compile.shared import SharedSums
 from torch_xla_pp.compile.sizes import Sizes, device_bytes
 from torch_xla_pp.compile.stage_compiler import (
     CompiledStage,
@@ -43,11 +48,13 @@ from torch_xla_pp.compile.stage_compiler import (
     example_of,
 )
 from torch_xla_pp.compile.stage_programs import Forwarded, StagePrograms
-from torch_xla_pp.compile.stage_specs import Borders
+from torch_xla_pp.compile.stage_specs import Borders, tangent_name
 from torch_xla_pp.compile.sums import copies
 
 __all__ = [
+    "Border",
     "Borders",
+    "BucketKind",
     "CompiledStage",
     "Constraints",
     "Explanation",
@@ -60,8 +67,6 @@ __all__ = [
     "ProgramCost",
     "ProgramSpec",
     "Remat",
-    "ReplicaMeans",
-    "SharedSums",
     "Sizes",
     "StageCompiler",
     "StageFunctions",
@@ -69,6 +74,7 @@ __all__ = [
     "StagePrograms",
     "StageSource",
     "accumulator",
+    "bucket_name",
     "buffer_role",
     "bytes_of",
     "check_remat",
@@ -78,14 +84,19 @@ __all__ = [
     "device_bytes",
     "example_of",
     "export_joint",
+    "input_grad",
     "input_role",
     "is_buffer",
     "marking_checkpoints",
     "name_in_module",
+    "nothing",
     "output_name",
     "parameter_role",
     "partition_joint",
     "route_in",
     "route_out",
+    "shared_part",
+    "shared_total",
     "tangent",
+    "tangent_name",
 ]

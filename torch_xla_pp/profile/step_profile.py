@@ -14,7 +14,6 @@ from torch_xla_pp.runtime import NOBODY, RankPipeline, TorchSchedule
 from torch_xla_pp.timeline import Timeline, summarize, to_chrome, to_picture
 from torch_xla_pp.transport import (
     Event,
-    InGraphTransport,
     Message,
     Rendezvous,
 )
@@ -86,7 +85,7 @@ def profile_step(schedule: Any) -> Iterator[StepProfile]:
     rank = RankPipeline.of(schedule)
     group = rank.stages[0].process_group
     rendezvous = group.rendezvous
-    has_marks = isinstance(group.transport, InGraphTransport)
+    has_marks = group.transport.in_program is not None
     recorder = StepRecorder([stage.saved for stage in rank.stages], has_marks)
     profile = StepProfile()
     with rendezvous.reporting("in profile_step"):

@@ -25,14 +25,14 @@ from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.plan import Claim, StagePlan
 from torch_xla_pp.runtime.agreement import Agreement
-from torch_xla_pp.runtime.gradients import combine
+from torch_xla_pp.runtime.gradients.finish import combine
+from torch_xla_pp.runtime.gradients.replicas import agree_on_replicas
+from torch_xla_pp.runtime.gradients.tied import check_separate
 from torch_xla_pp.runtime.links import Links
 from torch_xla_pp.runtime.loss import StageLoss
 from torch_xla_pp.runtime.observer import NOBODY, Marks, Observer, shown_as
 from torch_xla_pp.runtime.outputs import StageOutputs
-from torch_xla_pp.runtime.replicas import agree_on_replicas
 from torch_xla_pp.runtime.saved import SavedValues
-from torch_xla_pp.runtime.shared import check_separate
 from torch_xla_pp.runtime.stage_model import StageModel
 from torch_xla_pp.runtime.step_plans import StepPlans
 from torch_xla_pp.runtime.steps_ahead import StepsAhead

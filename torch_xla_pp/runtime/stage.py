@@ -194,7 +194,7 @@ class PipelineStage(SilentStage):
             )
             args = args if self.rank.is_lowest(self.stage_index) else ()
             values = self.model.given(run.plan, fwd_chunk_id, args, kwargs or {})
-            values |= {**links.take_inputs(fwd_chunk_id), **run.marks}
+            values |= {**links.receive_inputs(fwd_chunk_id), **run.marks}
             forward = programs.forward if self.has_backward else programs.inference
             seed = self.rank.seed(self, run.plan, fwd_chunk_id)
             result = forward(self.model.state.values(), values, seed)
@@ -202,7 +202,7 @@ class PipelineStage(SilentStage):
             self.model.state.update_buffers(result.updates)
             if self.has_backward:
                 self.saved.put("saved", fwd_chunk_id, result.live, sizes)
-            links.give_outputs(fwd_chunk_id, result)
+            links.send_outputs(fwd_chunk_id, result)
             return self._output(run, fwd_chunk_id, result.outputs)
 
     def backward_one_chunk(
@@ -224,7 +224,7 @@ class PipelineStage(SilentStage):
             programs, links = run.compiled.programs, run.links
             values = {**self.saved.take("saved", bwd_chunk_id), **run.marks}
             values |= self._tangents(run, bwd_chunk_id, loss)
-            values |= links.take_grads(bwd_chunk_id)
+            values |= links.receive_grads(bwd_chunk_id)
             if full_backward:
                 fixed = self.model.with_sums(programs)
                 grads, sums = programs.backward(fixed, values)
@@ -235,7 +235,7 @@ class PipelineStage(SilentStage):
             self.saved.note_run(programs.extra_bytes)
             if not full_backward:
                 self.saved.put("residual", bwd_chunk_id, residual, run.compiled.sizes)
-            links.give_grads(bwd_chunk_id, grads)
+            links.send_grads(bwd_chunk_id, grads)
 
     def backward_weight_one_chunk(
         self, bwd_chunk_id: int, last_backward: bool = False

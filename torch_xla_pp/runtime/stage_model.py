@@ -39,13 +39,13 @@ from torch_xla_pp.plan import (
     Wiring,
     describe_all,
 )
-from torch_xla_pp.runtime.exchange import Exchange
-from torch_xla_pp.runtime.gradients import StageGradients
-from torch_xla_pp.runtime.links import Ends, Links
+from torch_xla_pp.runtime.channels import Endpoint
+from torch_xla_pp.runtime.gradients.finish import StageGradients
+from torch_xla_pp.runtime.gradients.replicas import Replicas, group_of_replicas
+from torch_xla_pp.runtime.gradients.tied import TiedParameters, separated
+from torch_xla_pp.runtime.links import Links, StageValues
 from torch_xla_pp.runtime.module_state import ModuleState
 from torch_xla_pp.runtime.observer import Observer
-from torch_xla_pp.runtime.replicas import Replicas, group_of_replicas
-from torch_xla_pp.runtime.shared import SharedParameters, separated
 from torch_xla_pp.runtime.wrong_input import free_parameters, matched_patterns
 from torch_xla_pp.transport import LinkedGroups, Message, XlaPpProcessGroup
 from torch_xla_pp.world import World
@@ -127,13 +127,14 @@ class StageModel:
         self.state = ModuleState(
             module, self.world, {} if sharding is None else sharding, shapes
         )
-        self._exchange = Exchange(group)
-        self._shared = SharedParameters(stage, module, tied, self._exchange)
+        self._transport = group.transport
+        self._endpoint = Endpoint(group)
+        self._tied = TiedParameters(stage, module, tied, self._endpoint)
         self.replicas = None if replicas is None else Replicas(stage, module, replicas)
         self.gradients = StageGradients(
             state=self.state,
-            exchange=self._exchange,
-            shared=self._shared,
+            group=group,
+            tied=self._tied,
             replicas=self.replicas,
         )
         self.planner = StagePlanner(
@@ -165,8 +166,8 @@ class StageModel:
         return StageClaim(
             index=self.index,
             inputs=self._inputs,
-            shared=self._shared.describe(),
-            tilings=self._shared.tilings(),
+            shared=self._tied.describe(),
+            tilings=self._tied.tilings(),
             patterns=self._patterns,
         )
 
@@ -176,12 +177,12 @@ class StageModel:
         me = self.index
         for producer in wiring.producers(me):
             message = Message("F", me, 0, producer)
-            self._exchange.expect(message, wiring.ranks[producer])
+            self._transport.expect(message, wiring.ranks[producer])
         for consumer in wiring.consumers(me):
             message = Message("B", me, 0, consumer)
-            self._exchange.expect(message, wiring.ranks[consumer])
-        self._shared.connect(wiring)
-        copies = self._shared.copies(wiring)
+            self._transport.expect(message, wiring.ranks[consumer])
+        self._tied.connect(wiring)
+        copies = self._tied.copies(wiring)
         self.state.copies = {parameter_role(name) for name in copies}
 
     # At the begin of a step.
@@ -192,14 +193,14 @@ class StageModel:
         Args:
             observer: Who watches what goes through the host.
         """
-        self._exchange.observer = observer
+        self._endpoint.observer = observer
         for mirror in self._mirrors:
             mirror.follow()
         self.state.begin_step()
 
     def drop_leftovers(self) -> None:
         """Drop the messages that a failed step has left."""
-        self._exchange.forget(self.index)
+        self._endpoint.forget(self.index)
         if self.replicas is not None:
             self.replicas.forget()
 
@@ -296,8 +297,8 @@ class StageModel:
         if self._wiring is None:
             raise RuntimeError(f"stage {self.index}: its edges are not connected")
         fans = {**plan.fans, self.index: self._wiring.fan(self.index, output)}
-        ends = Ends(self.index, plan.values, plan.received, outputs, fans)
-        return Links(ends, self._exchange, self.world)
+        values = StageValues(self.index, plan.values, plan.received, outputs, fans)
+        return Links(values, self._endpoint.open, self.world)
 
 
 def linked_groups(

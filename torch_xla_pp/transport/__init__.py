@@ -16,6 +16,7 @@ from torch_xla_pp.transport.rendezvous import Rendezvous
 from torch_xla_pp.transport.stage_transport import (
     Direction,
     Message,
+    ProgramOps,
     ShardLayout,
     StageTransport,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "InGraphTransport",
     "LinkedGroups",
     "Message",
+    "ProgramOps",
     "Record",
     "Rendezvous",
     "ShardLayout",
