@@ -20,6 +20,7 @@ from torch_xla_pp.transport.stage_transport import (
     ShardLayout,
     StageTransport,
 )
+from torch_xla_pp.transport.steps_ahead import StepsAhead
 
 __all__ = [
     "Direction",
@@ -32,6 +33,7 @@ __all__ = [
     "Rendezvous",
     "ShardLayout",
     "StageTransport",
+    "StepsAhead",
     "Ticket",
     "XlaPpProcessGroup",
     "forget_group_numbers",
