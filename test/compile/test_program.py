@@ -105,6 +105,7 @@ def test_a_marked_program_notes_its_times_and_computes_the_same(mesh: Any) -> No
         out = program({**values, MARK: recording.mark("W", 2, 3)})["out"]
         xla_compat.flush()
         records = recording.stop()
+        assert recording.mark.cache_info().currsize == 0
         assert torch.equal(out.cpu(), plain)
         assert {r[2:5] for r in records} == {("W", 2, 3)}
         times = {e: [r.time_ns for r in records if r.event is e] for e in Event}

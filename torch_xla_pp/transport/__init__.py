@@ -1,6 +1,7 @@
 """Messages between ranks: process group "xla_pp", agreement, errors, transport."""
 
-from torch_xla_pp.transport import recording
+from torch_xla_pp.native import Direction, Event, Record
+from torch_xla_pp.native import notes as recording
 from torch_xla_pp.transport.clock import clock_offset_ns
 from torch_xla_pp.transport.gloo_compat import forget_group_numbers
 from torch_xla_pp.transport.in_graph import InGraphTransport, receive_op, send_op
@@ -11,10 +12,8 @@ from torch_xla_pp.transport.process_group import (
     explain_backend_xla,
     of_group,
 )
-from torch_xla_pp.transport.recording import Event, Record
 from torch_xla_pp.transport.rendezvous import Rendezvous
 from torch_xla_pp.transport.stage_transport import (
-    Direction,
     Message,
     ShardLayout,
     StageTransport,
