@@ -15,6 +15,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ def pin() -> int:
 def in_graph_side(size: int) -> tuple[Callable[[], None], Callable[[int], None]]:
     """Return a round trip, and the sending of a number of messages in one direction."""
     from torch_xla_pp import xla_compat
-    from torch_xla_pp.compile import Function, Program
+    from torch_xla_pp.compile import Function, Program, ProgramSpec
     from torch_xla_pp.transport import (
         Message,
         ShardLayout,
@@ -63,16 +64,12 @@ def in_graph_side(size: int) -> tuple[Callable[[], None], Callable[[int], None]]
     def send(route: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         return (send_op(route, [value], layouts),)
 
-    receiving = Program(
-        Function(
-            name="recv", module=receive, inputs=("route",), outputs=("x", "token")
-        ),
-        {},
-    )
-    sending = Program(
-        Function(name="send", module=send, inputs=("route", "x"), outputs=("token",)),
-        {},
-    )
+    def program(name: str, module: Any, inputs: Any, outputs: Any) -> Program:
+        function = Function(name=name, module=module, inputs=inputs, outputs=outputs)
+        return Program(ProgramSpec(function=function))
+
+    receiving = program("recv", receive, ("route",), ("x", "token"))
+    sending = program("send", send, ("route", "x"), ("token",))
 
     def give(value: Tensor) -> None:
         sending({"route": transport.send_route(name, peer, layouts), "x": value})

@@ -65,13 +65,14 @@ def program(
 ) -> Callable[[], None]:
     """Return what runs `call` as a program that has run before, and waits for it."""
     from torch_xla_pp import xla_compat
-    from torch_xla_pp.compile import Function, Program
+    from torch_xla_pp.compile import Function, Program, ProgramSpec
 
     module = make_fx(call)(*arguments)
     names = ("left", "right")
-    compiled = Program(
-        Function(name="product", module=module, inputs=names, outputs=("result",)), {}
+    function = Function(
+        name="product", module=module, inputs=names, outputs=("result",)
     )
+    compiled = Program(ProgramSpec(function=function))
     device = xla_compat.device()
     values = {n: a.to(device) for n, a in zip(names, arguments, strict=True)}
 

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from torch_xla_pp.launch import device, init_device_mesh
     from torch_xla_pp.mesh import AxisRules, striped_positions
     from torch_xla_pp.pipe import Pipe, pipeline
+    from torch_xla_pp.profile import profile_step
     from torch_xla_pp.runtime import (
         PipelineStage,
         ScheduleFromTable,
         clip_grad_norm_,
-        profile_step,
     )
     from torch_xla_pp.schedule import Action, Schedule
     from torch_xla_pp.spmd import spmd_pipeline
@@ -74,11 +74,11 @@ _HOMES = {
     "launch": ("device", "init_device_mesh"),
     "mesh": ("AxisRules", "striped_positions"),
     "pipe": ("Pipe", "pipeline"),
+    "profile": ("profile_step",),
     "runtime": (
         "PipelineStage",
         "ScheduleFromTable",
         "clip_grad_norm_",
-        "profile_step",
     ),
     "schedule": ("Action", "Schedule"),
     "spmd": ("spmd_pipeline",),

@@ -50,13 +50,12 @@ from torch_xla_pp.graph import (
 from torch_xla_pp.mesh import AxisRules, LogicalAxes, Sharding, unmatched
 from torch_xla_pp.plan import StageInputs
 from torch_xla_pp.runtime import (
-    SPLIT_MARK,
-    XlaPipelineStage,
+    PipelineStage,
+    TracedModel,
     check_plain_module,
-    move_factories_to,
-    trace_and_split,
 )
-from torch_xla_pp.runtime import Pipe as _TracedPipe
+from torch_xla_pp.torch_pipe import SPLIT_MARK, move_factories_to, trace_and_split
+from torch_xla_pp.torch_pipe import Pipe as _TracedPipe
 
 
 class Pipe(_TracedPipe):
@@ -128,26 +127,19 @@ class Pipe(_TracedPipe):
         batch_axis: str | tuple[str, ...] | None = "auto",
         remat: Remat = "none",
         replicas: dist.ProcessGroup | None = None,
-    ) -> XlaPipelineStage:
+    ) -> PipelineStage:
         """Make the stage that this rank runs.
 
         Args:
             stage_index: Index of the stage.
             device: `xpp.device()`.
             group: Group of the pipeline's ranks; None for the default group.
-            mesh: SPMD mesh of this rank's devices, e.g. `mesh["data", "model"]`.
-            sharding: `AxisRules`, or glob pattern on parameter names → mesh axis per
-                dimension, e.g. `{"*.weight": ("model", None)}`; the first match
-                counts, what nothing matches is replicated.
-            batch_axis: Mesh axis that splits dimension 0 of inputs and activations;
-                "auto" takes what axis rules say of "batch", or else the axis called
-                "data" if there is one, None replicates.
-            remat: Which forward values the backward computes again: "none" for those
-                under `torch.utils.checkpoint` only, "full" for all, or the ops whose
-                results are kept, e.g. `[torch.ops.aten.mm.default]`.
-            replicas: Group of the ranks that run this stage in each replica of the
-                pipeline, e.g. `mesh.get_group("dp")`; None if there is one. See
-                `PipelineStage`.
+            mesh: As for `PipelineStage`.
+            sharding: As for `PipelineStage`; of a mapping the first match counts, what
+                nothing matches is replicated.
+            batch_axis: As for `PipelineStage`.
+            remat: As for `PipelineStage`.
+            replicas: As for `PipelineStage`.
 
         Raises:
             ValueError: An argument does not fit.
@@ -165,12 +157,12 @@ class Pipe(_TracedPipe):
             expected = _traced_inputs(module)
             sources = self.stage_graph.sources(stage_index)
             tied = self.stage_graph.shared_of(stage_index)
-        stage = XlaPipelineStage(
+        stage = PipelineStage(
             module,
             stage_index,
             self.num_stages,
             device,
-            group,
+            group=group,
             mesh=mesh,
             sharding=sharding,
             batch_axis=batch_axis,
@@ -178,9 +170,8 @@ class Pipe(_TracedPipe):
             inputs_from=sources,
             tied=tied,
             replicas=replicas,
-            expected_inputs=expected,
-            whole_model=shapes,
-            baked=self._baked,
+            input_args=None if expected is None else tuple(expected),
+            traced=TracedModel(shapes=shapes, baked=self._baked),
         )
         if expected is not None:
             self._lay_out(stage)
@@ -196,7 +187,7 @@ class Pipe(_TracedPipe):
             )
         return replace(rules, activations={})
 
-    def _lay_out(self, stage: XlaPipelineStage) -> None:
+    def _lay_out(self, stage: PipelineStage) -> None:
         """Write into the stage graph how the devices of this rank hold each value."""
         first = self.stage_graph.stages[0].inputs
         rows = next((value.shape[0] for value in first if value.shape), 1)

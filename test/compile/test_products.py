@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import Function, Program
+from torch_xla_pp.compile import Function, Program, ProgramSpec
 from torch_xla_pp.compile.products import OwnProducts, has_own_products
 from torch_xla_pp.testing import Worlds
 
@@ -48,7 +48,7 @@ def check(call: Any, *args: Tensor, num_calls: int) -> None:
     names = tuple(f"x{i}" for i in range(len(args)))
     function = Function(name="test", module=module, inputs=names, outputs=("out",))
     values = [value.to(xla_compat.device()) for value in args]
-    program = Program(function, {})
+    program = Program(ProgramSpec(function=function))
     (want,) = call(*args)
     for _ in range(2):
         got = program(dict(zip(names, values, strict=True)))["out"]

@@ -8,7 +8,7 @@ from compile.stages import Compiled
 from torch import Tensor, fx, nn
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import MARK, Function, Program
+from torch_xla_pp.compile import MARK, Function, Program, ProgramSpec
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.transport import Event, recording
 
@@ -23,6 +23,10 @@ def function(call: Any, inputs: tuple[str, ...]) -> Function:
     return Function(name="test", module=module, inputs=inputs, outputs=("out",))
 
 
+def program_of(function: Function, **others: Any) -> Program:
+    return Program(ProgramSpec(function=function, **others))
+
+
 def upload(mesh: Any, value: Tensor, partition: tuple[Any, ...]) -> Tensor:
     data = value.to(xla_compat.device())
     xla_compat.annotate(data, mesh.get_op_sharding(partition))
@@ -35,7 +39,7 @@ def add(x: Tensor, y: Tensor) -> tuple[Tensor]:
 
 
 def test_arguments_are_not_mixed_up_when_traced_as_one_value(mesh: Any) -> None:
-    program = Program(function(add, ("x", "y")), {})
+    program = program_of(function(add, ("x", "y")))
     same = upload(mesh, torch.ones(4, 4), ("data", None))
     assert program({"x": same, "y": same})["out"].cpu().eq(3).all()
     other = upload(mesh, torch.full((4, 4), 5.0), ("data", None))
@@ -48,8 +52,8 @@ def test_arguments_are_mapped_again_after_another_trace_with_them(mesh: Any) -> 
     x = upload(mesh, torch.ones(4, 4), ("data", None))
     y = upload(mesh, torch.ones(4, 4), ("data", None))
     values = {"x": x, "y": y}
-    Program(function(add, ("x", "y")), {})(values)
-    program = Program(function(add, ("y", "x")), {})
+    program_of(function(add, ("x", "y")))(values)
+    program = program_of(function(add, ("y", "x")))
     program(values)
     changed = {"x": upload(mesh, torch.full((4, 4), 3.0), ("data", None)), "y": y}
     assert program(changed)["out"].cpu().eq(1 + 2 * 3).all()
@@ -69,13 +73,13 @@ def test_a_captured_tensor_is_refused(mesh: Any) -> None:
         inputs=("x",),
         outputs=("out",),
     )
-    program = Program(captured_function, {})
+    program = program_of(captured_function)
     with pytest.raises(PipelineError, match=r"captured constants: .*float32 \[4, 4\]"):
         program({"x": upload(mesh, torch.ones(4, 4), ("data", None))})
 
 
 def test_another_input_sharding_is_refused(mesh: Any) -> None:
-    program = Program(function(add, ("x", "y")), {}, checked=("x", "y"))
+    program = program_of(function(add, ("x", "y")), checked=("x", "y"))
     rows = upload(mesh, torch.ones(4, 4), ("data", None))
     columns = upload(mesh, torch.arange(16.0).reshape(4, 4), (None, "data"))
     program({"x": rows, "y": rows})
@@ -89,7 +93,7 @@ def test_outputs_have_the_sharding_they_are_pinned_to(
     mesh: Any, partition: tuple[Any, ...]
 ) -> None:
     sharding = mesh.get_op_sharding(partition)
-    program = Program(function(add, ("x", "y")), {"out": sharding})
+    program = program_of(function(add, ("x", "y")), pins={"out": sharding})
     rows = upload(mesh, torch.ones(4, 4), ("data", None))
     like = upload(mesh, torch.ones(4, 4), partition)
     out = program({"x": rows, "y": rows})["out"]
@@ -97,7 +101,9 @@ def test_outputs_have_the_sharding_they_are_pinned_to(
 
 
 def test_a_marked_program_notes_its_times_and_computes_the_same(mesh: Any) -> None:
-    program = Program(function(add, ("x", "y")), {"out": mesh.get_op_sharding(ROWS)})
+    program = program_of(
+        function(add, ("x", "y")), pins={"out": mesh.get_op_sharding(ROWS)}
+    )
     values = {name: upload(mesh, torch.randn(4, 4), ROWS) for name in "xy"}
     plain = program(values)["out"].cpu()
     for _ in range(2):
@@ -137,9 +143,9 @@ def halved(x: Tensor) -> tuple[Tensor]:
 def test_a_program_says_what_it_takes_beside_its_arguments_on_a_device(
     mesh: Any, donated: tuple[str, ...], shares: int
 ) -> None:
-    program = Program(
+    program = program_of(
         function(halved, ("x",)),
-        {"out": mesh.get_op_sharding(ROWS)},
+        pins={"out": mesh.get_op_sharding(ROWS)},
         donated=donated,
     )
     assert program.extra_bytes == 0
@@ -147,9 +153,9 @@ def test_a_program_says_what_it_takes_beside_its_arguments_on_a_device(
     share = 4 * 1024 * 512 // 2
     assert program.extra_bytes == pytest.approx(shares * share, abs=1 << 11)
     # Another program of an equal graph is not compiled again.
-    again = Program(
+    again = program_of(
         function(halved, ("x",)),
-        {"out": mesh.get_op_sharding(ROWS)},
+        pins={"out": mesh.get_op_sharding(ROWS)},
         donated=donated,
     )
     again({"x": upload(mesh, torch.ones(1024, 512), ROWS)})

@@ -88,7 +88,7 @@ def test_full_and_split_backward_equal_eager(mesh: Any) -> None:
 
 def test_no_parameter_or_input_is_an_output_of_the_forward(mesh: Any) -> None:
     compiled = Compiled(nn.Linear(8, 8), [torch.zeros(4, 8, requires_grad=True)], mesh)
-    forward = compiled.programs._forward.function
+    forward = compiled.programs._programs["forward"].spec.function
     assert len(forward.outputs) == 1
     assert not set(forward.outputs) & set(forward.inputs)
 

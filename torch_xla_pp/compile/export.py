@@ -2,13 +2,8 @@
 
 The joint graph comes from AOTAutograd. It is functional: parameters, buffers and
 constants are inputs, updated buffers are outputs. Its placeholders are named by
-their role, so that values find their way by name alone:
-
-* `param:<fully qualified name>`, `buffer:<name>`, `const:<n>`, `input:<n>`
-* `tangent:<n>`, the gradient of output n
-
-and its results are listed by role in `JointGraph`. This is the only file that uses
-`torch._functorch`, `torch._guards` and `torch._subclasses`.
+their role, see `compile.names`, and its results are listed by role in `JointGraph`.
+This is the only file that uses the insides of AOTAutograd and `torch._guards`.
 
 Functions under `torch.utils.checkpoint.checkpoint` are traced as all others, and only
 marked: a *region* is all that one outermost call of `checkpoint` runs. This is the
@@ -61,6 +56,19 @@ from torch_xla_pp.compile.decompositions import (
 )
 from torch_xla_pp.compile.layer_norm import layer_norm
 from torch_xla_pp.compile.lines import place_of, running_line
+from torch_xla_pp.compile.names import (
+    buffer_role,
+    constant_role,
+    index_of_input,
+    input_role,
+    is_buffer,
+    is_input,
+    is_parameter,
+    is_tangent,
+    parameter_role,
+    tangent,
+)
+from torch_xla_pp.compile.ops import views
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.graph import SHARD, Template, axes_of
 from torch_xla_pp.mesh import LogicalAxes
@@ -74,12 +82,11 @@ _POLICY = "recompute"
 _LINE = "stack_trace"
 
 # These return their operand's value as it lies, maybe in another dtype.
-_SAME_VALUE = (
+_SAME_VALUE = {
+    *views("same"),
     torch.ops.aten._to_copy.default,
-    torch.ops.aten.alias.default,
     torch.ops.aten.clone.default,
-    torch.ops.aten.detach.default,
-)
+}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,8 +95,8 @@ class JointGraph:
 
     Args:
         graph: The FX graph; its placeholders are keyed by `roles`.
-        roles: Placeholder → role name, see the module's docstring.
-        constants: Values of the `const:<n>` placeholders: literals, and tensors that
+        roles: Placeholder → role, see `compile.names`.
+        constants: Values of the placeholders of constants: literals, and tensors that
             the module reads from closures, globals or attributes.
         outputs: The node of each tensor output of the stage.
         outputs_need_grad: Whether each of them has a gradient.
@@ -338,8 +345,8 @@ def _name_captured(
     """Turn the inputs that stand for captured tensors into constants."""
     renamed = {}
     for index, value in enumerate(captured):
-        role = f"const:captured_{index}"
-        renamed[f"input:{num_inputs + index}"] = role
+        role = constant_role(f"captured_{index}")
+        renamed[input_role(num_inputs + index)] = role
         joint.constants[role] = value
         joint.input_grads.pop(num_inputs + index, None)
     joint.roles = {n: renamed.get(role, role) for n, role in joint.roles.items()}
@@ -497,7 +504,7 @@ def _read(
     meta = joint._aot_state.fw_metadata
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     roles = {node: _role(node.meta["desc"], first_names) for node in placeholders}
-    primals = [n for n in placeholders if not roles[n].startswith("tangent:")]
+    primals = [n for n in placeholders if not is_tangent(roles[n])]
     results = list(graph.graph.find_nodes(op="output")[0].args[0])
     mutated = [primals[i] for i in meta.mutated_inp_runtime_indices]
     num_outputs = len(meta.output_info)
@@ -512,7 +519,7 @@ def _read(
         buffer_updates={
             roles[node]: new
             for node, new in zip(mutated, results, strict=False)
-            if roles[node].startswith("buffer:")
+            if is_buffer(roles[node])
         },
     )
     grads = results[len(mutated) + num_outputs :]
@@ -559,13 +566,13 @@ def _read_lines(joint: JointGraph) -> None:
 def _role(desc: Any, first_names: dict[str, str]) -> str:
     match desc:
         case ParamAOTInput():
-            return f"param:{first_names[desc.target.removeprefix(_WRAPPED)]}"
+            return parameter_role(first_names[desc.target.removeprefix(_WRAPPED)])
         case BufferAOTInput():
-            return f"buffer:{desc.target.removeprefix(_WRAPPED)}"
+            return buffer_role(desc.target.removeprefix(_WRAPPED))
         case PlainAOTInput():
-            return f"input:{desc.idx}"
+            return input_role(desc.idx)
         case TangentAOTInput(output=PlainAOTOutput(idx=index)):
-            return f"tangent:{index}"
+            return tangent(index)
     raise PipelineError(
         "export: expected a forward that only updates buffers in place and returns "
         f"new tensors, got {desc.expr()}. Write the stage's forward without it."
@@ -577,9 +584,9 @@ def _read_grads(
 ) -> None:
     for node, grad in zip(primals, grads, strict=True):
         role = joint.roles[node]
-        if role.startswith("input:"):
-            joint.input_grads[int(role.removeprefix("input:"))] = grad
-        elif role.startswith("param:") and grad is not None:
+        if is_input(role):
+            joint.input_grads[index_of_input(role)] = grad
+        elif is_parameter(role) and grad is not None:
             known = joint.parameter_grads.get(role)
             joint.parameter_grads[role] = (
                 grad if known is None else _sum(joint.graph.graph, known, grad)
@@ -615,7 +622,7 @@ def _lift_constants(joint: JointGraph) -> None:
     graph = joint.graph.graph
     first = next(iter(graph.nodes))
     for node in [n for n in graph.nodes if n.op == "get_attr"]:
-        role = f"const:{node.target}"
+        role = constant_role(str(node.target))
         value = getattr(joint.graph, str(node.target))
         with graph.inserting_before(first):
             placeholder = graph.placeholder(f"const_{node.target}")

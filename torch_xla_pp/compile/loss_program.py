@@ -9,12 +9,19 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.captured_tensors import Constants
 from torch_xla_pp.compile.export import JointGraph, export_joint
 from torch_xla_pp.compile.lowering import Constraints
+from torch_xla_pp.compile.names import (
+    buffer_role,
+    input_role,
+    parameter_role,
+    tangent,
+)
 from torch_xla_pp.compile.partition import value_and_grads
 from torch_xla_pp.compile.program import Program
+from torch_xla_pp.compile.program_spec import ProgramSpec
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.graph import Template
 
-_SCALE = "tangent:0"
+_SCALE = tangent(0)
 
 
 class _LossModule(nn.Module):
@@ -66,9 +73,9 @@ class LossProgram:
         if any(value.requires_grad for value in inputs):
             _check(joint)
         state: dict[str, Tensor] = {
-            f"param:{n}": value for n, value in module.named_parameters()
+            parameter_role(n): value for n, value in module.named_parameters()
         }
-        state |= {f"buffer:{n}": value for n, value in module.named_buffers()}
+        state |= {buffer_role(n): value for n, value in module.named_buffers()}
         self._constants = Constants({**joint.constants, **state})
         piece = value_and_grads(joint)
         self._value = piece.outputs[0]
@@ -77,10 +84,14 @@ class LossProgram:
             for i, node in joint.input_grads.items()
             if node is not None
         }
-        names = [f"input:{i}" for i in range(len(inputs))]
+        names = [input_role(i) for i in range(len(inputs))]
         pins = {name: shardings[i] for i, name in self._grads.items()}
         pins[self._value] = xla_compat.replicated_sharding()
-        self._program = Program(piece, pins, names, constraints=constraints)
+        self._program = Program(
+            ProgramSpec(
+                function=piece, pins=pins, checked=names, constraints=constraints
+            )
+        )
         self.dtype = joint.example_outputs[0][0].dtype
 
     @property
@@ -106,7 +117,7 @@ class LossProgram:
         Returns:
             The loss, and input index → gradient.
         """
-        values = {f"input:{i}": value for i, value in enumerate(inputs)}
+        values = {input_role(i): value for i, value in enumerate(inputs)}
         values |= {_SCALE: scale, **marks}
         values |= self._program({**self._constants.values(), **values})
         return values[self._value], {i: values[n] for i, n in self._grads.items()}

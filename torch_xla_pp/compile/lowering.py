@@ -16,16 +16,13 @@ from torch import Tensor, fx, nn
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.group_sums.row_groups import RowGroups
+from torch_xla_pp.compile.ops import is_transpose, views
 from torch_xla_pp.compile.running import Running
 from torch_xla_pp.graph import SHARD, axes_of
 from torch_xla_pp.mesh import LogicalAxes
 
 _aten = torch.ops.aten
-_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
-_TURNS: Mapping[Any, set[int]] = {
-    _aten.transpose.int: {1, 2},
-    _aten.t.default: {0, 1},
-}
+_MERGES = views("view")
 
 
 class Constraints(NamedTuple):
@@ -80,7 +77,7 @@ class Lowering(Running):
             value, names = self.fetch_args_kwargs_from_env(node)[0]
             sharding = self._constraints.layout(axes_of(names))
             return xla_compat.constrain(value, sharding)
-        if node.target in _VIEWS and node.all_input_nodes[0] in self._products:
+        if node.target in _MERGES and node.all_input_nodes[0] in self._products:
             parted = self._parted(self._products[node.all_input_nodes[0]], node)
             if parted is not None:
                 return parted
@@ -139,11 +136,9 @@ class Lowering(Running):
 
     def _apart(self, node: fx.Node) -> _Apart | None:
         """Return a factor as it was before the graph merged its first dimensions."""
-        turned = _TURNS.get(node.target)
-        places = {0, 1} if node.target is _aten.t.default else {*node.args[1:]}
-        is_turned = turned is not None and turned == places
+        is_turned = is_transpose(node, self.env[node].dim())
         merge = node.all_input_nodes[0] if is_turned else node
-        if merge.target not in _VIEWS:
+        if merge.target not in _MERGES:
             return None
         origin = merge.all_input_nodes[0]
         known = self._products.get(origin)

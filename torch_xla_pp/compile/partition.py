@@ -38,6 +38,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 from torch_xla_pp.compile.export import JointGraph, is_random
+from torch_xla_pp.compile.names import accumulated, accumulator
+from torch_xla_pp.compile.ops import VIEWS
 
 Remat: TypeAlias = Literal["none", "full"] | Collection[OpOverload]
 """Which forward values are computed again in the backward.
@@ -49,28 +51,6 @@ Remat: TypeAlias = Literal["none", "full"] | Collection[OpOverload]
 """
 
 _aten = torch.ops.aten
-
-_VIEWS = frozenset(
-    {
-        _aten.alias.default,
-        _aten.detach.default,
-        _aten.expand.default,
-        _aten.permute.default,
-        _aten.select.int,
-        _aten.slice.Tensor,
-        _aten.split.Tensor,
-        _aten.split_with_sizes.default,
-        _aten.squeeze.dim,
-        _aten.squeeze.dims,
-        _aten.squeeze.default,
-        _aten.t.default,
-        _aten.transpose.int,
-        _aten.unbind.int,
-        _aten.unsqueeze.default,
-        _aten.view.default,
-        _aten._unsafe_view.default,
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,16 +105,6 @@ def nothing(name: str) -> Function:
     graph.output(())
     module = fx.GraphModule(torch.nn.Module(), graph)
     return Function(name=name, module=module, inputs=(), outputs=())
-
-
-def accumulator(role: str) -> str:
-    """Return the name under which the gradient so far of a parameter is passed."""
-    return f"sum:{role}"
-
-
-def accumulated(role: str) -> str:
-    """Return the name under which a program returns a new sum of gradients."""
-    return f"new_{accumulator(role)}"
 
 
 def partition_joint(joint: JointGraph, remat: Remat = "none") -> StageFunctions:
@@ -326,7 +296,7 @@ class _Cut:
 
 def _is_cheap(node: fx.Node) -> bool:
     """Return whether computing `node` again beats keeping its result."""
-    if node.target in _VIEWS:
+    if node.target in VIEWS:
         return True
     if node.target is operator.getitem:
         return _is_cheap(node.all_input_nodes[0])

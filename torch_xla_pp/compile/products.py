@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_xla_pp import env, native, xla_compat
+from torch_xla_pp.compile.ops import is_transpose
 from torch_xla_pp.compile.running import Running
 from torch_xla_pp.hlo import OWN_PRODUCT
 
@@ -93,19 +94,7 @@ class OwnProducts(Running):
     def _stored(self, node: fx.Node) -> tuple[Tensor, bool]:
         """Return a matrix as it was before it was transposed, and whether it was."""
         is_turned = False
-        while _is_turn(node):
+        while is_transpose(node, 2):
             node = node.all_input_nodes[0]
             is_turned = not is_turned
         return self.env[node], is_turned
-
-
-def _is_turn(node: fx.Node) -> bool:
-    """Return whether a node of a matrix transposes it."""
-    if node.target is _aten.t.default:
-        return True
-    places: Any = ()
-    if node.target is _aten.transpose.int:
-        places = node.args[1:]
-    elif node.target is _aten.permute.default:
-        places = (node.args[1][0], 0)  # type: ignore[index]
-    return len({place % 2 for place in places}) == 2

@@ -15,7 +15,8 @@ exception when broken:
 
 import functools
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 
 import torch
@@ -23,42 +24,25 @@ from torch import Tensor, fx
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import border
-from torch_xla_pp.compile.border import TOKEN, Border, route_in, route_out
-from torch_xla_pp.compile.lowering import Constraints, Lowering
-from torch_xla_pp.compile.partition import Function
+from torch_xla_pp.compile.lowering import Lowering
+from torch_xla_pp.compile.names import MARK, SEED, TOKEN, captured_scalar
 from torch_xla_pp.compile.products import OwnProducts, has_own_products
+from torch_xla_pp.compile.program_spec import ProgramSpec
 from torch_xla_pp.compile.running import Running
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.transport import recording
 
-MARK = "mark"
-"""Name of the operand that says which action a program is part of."""
-
 _REPLICATED = "{replicated}"
-_SEED = "seed"
 
 
 class Program:
-    """Run a function as a compiled program, traced at the first call.
+    """A compiled program, traced at its first call.
 
-    Args:
-        function: What to run.
-        pins: Output name → the sharding that the output must have.
-        checked: Names of the inputs whose sharding is compared at every call; they
-            come from outside of the stage's own programs.
-        donated: Names of the inputs whose buffers the program may reuse; they are void
-            after a call.
-        received: Inputs that the program receives from other ranks.
-        sent: Values that the program sends to other ranks.
-        parts: Name of an input → names of inputs that it is the sum of.
-        wanted: Names to return, of outputs, received values and sums; None for the
-            function's outputs.
-        constraints: How values lie while it runs, None to leave that to XLA.
-        is_marked: Whether it notes when it begins and ends. A call that passes a
-            `MARK` to a program that is not runs its marked twin, which is compiled
-            when it is first needed.
+    A call that passes a `MARK` to a program that is not marked runs its marked twin,
+    which is compiled when it is first needed.
 
     Attributes:
+        spec: What the program does.
         inputs: Names of the values that a call needs.
         outputs: Names of the values that a call returns.
         hlo: The text of the compiled program, see `xla_compat.CompiledGraph`.
@@ -66,51 +50,15 @@ class Program:
             that is not known.
     """
 
-    def __init__(
-        self,
-        function: Function,
-        pins: Mapping[str, xla_compat.OpSharding],
-        checked: Sequence[str] = (),
-        *,
-        donated: Collection[str] = (),
-        received: Sequence[Border] = (),
-        sent: Sequence[Border] = (),
-        parts: Mapping[str, Sequence[str]] | None = None,
-        wanted: Collection[str] | None = None,
-        constraints: Constraints | None = None,
-        is_marked: bool = False,
-    ) -> None:
-        self._make_marked = functools.partial(
-            Program,
-            function,
-            pins,
-            checked,
-            donated=donated,
-            received=received,
-            sent=sent,
-            parts=parts,
-            wanted=wanted,
-            constraints=constraints,
-            is_marked=True,
-        )
-        self._is_marked = is_marked
-        self.function = function
-        self._constraints = constraints
-        self._received = received
-        self._sent = sent
-        used = {*function.inputs, *border.names_of(sent), *(wanted or ())}
-        self._parts = {n: p for n, p in (parts or {}).items() if n in used}
-        arriving = [*border.names_of(received), *self._parts]
-        self.inputs = self._needed(arriving)
-        made = (*function.outputs, *arriving)
-        kept = function.outputs if wanted is None else made
-        outputs = [n for n in dict.fromkeys(kept) if wanted is None or n in wanted]
-        has_token = bool(received or sent or is_marked)
-        self.outputs = (*outputs, TOKEN) if has_token else tuple(outputs)
-        pinned = (*function.outputs, *self._parts)
-        self._pins = {n: pins[n] for n in pinned if n in pins}
-        self._checked = [i for i, n in enumerate(self.inputs) if n in checked]
-        self._donated = [i for i, n in enumerate(self.inputs) if n in donated]
+    def __init__(self, spec: ProgramSpec) -> None:
+        self.spec = spec
+        self.inputs = spec.inputs
+        self.outputs = spec.outputs
+        pinned = (*spec.function.outputs, *spec.added)
+        self._pins = {n: spec.pins[n] for n in pinned if n in spec.pins}
+        self._checked = [i for i, n in enumerate(self.inputs) if n in spec.checked]
+        self._donated = [i for i, n in enumerate(self.inputs) if n in spec.donated]
+        self._title = f"{spec.function.name} program"
         self._expected: list[str] = []
         self._hash: xla_compat.GraphHash | None = None
         self.hlo: str | None = None
@@ -124,24 +72,12 @@ class Program:
 
     @functools.cached_property
     def _marked(self) -> "Program":
-        return self._make_marked()
+        return Program(replace(self.spec, is_marked=True))
 
     @property
     def is_compiled(self) -> bool:
         """Return whether the program has run before."""
         return self._hash is not None
-
-    def _needed(self, arriving: Collection[str]) -> tuple[str, ...]:
-        """Return the names of what a call must pass in."""
-        made = {*self.function.outputs, *arriving}
-        sent = [n for n in border.names_of(self._sent) if n not in made]
-        parts = [part for parts in self._parts.values() for part in parts]
-        read = (*self.function.inputs, *sent, *parts)
-        routes = [route_in(b.stage) for b in self._received]
-        routes += [route_out(b.stage) for b in self._sent]
-        needed = [n for n in read if n not in arriving]
-        marks = [MARK] if self._is_marked else []
-        return tuple(dict.fromkeys([*needed, *routes, *marks]))
 
     def __call__(
         self, values: Mapping[str, Tensor], seed: int = 0
@@ -159,7 +95,7 @@ class Program:
             PipelineError: The sharding of a value differs from the one that the
                 program was compiled for.
         """
-        if MARK in values and not self._is_marked:
+        if MARK in values and not self.spec.is_marked:
             marked = self._marked(values, seed)
             self.extra_bytes = self._marked.extra_bytes
             return marked
@@ -170,7 +106,7 @@ class Program:
         if self._captured:
             values = {**values, **self._captured}
         if self._has_seed:
-            values = {**values, _SEED: xla_compat.seed_tensor(seed)}
+            values = {**values, SEED: xla_compat.seed_tensor(seed)}
         parameters = list(map(values.__getitem__, self._names))
         outputs = xla_compat.run_graph(self._hash, parameters)
         return dict(zip(self.outputs, outputs, strict=True))
@@ -200,7 +136,7 @@ class Program:
                 what = running.first(lambda value: not xla_compat.is_lowered(value))
             reason = str(error).partition("\nError")[0].partition("\nFrame")[0]
             raise PipelineError(
-                f"{self.function.name} program: XLA cannot compile "
+                f"{self._title}: XLA cannot compile "
                 f"{what or 'its operations'}: {reason}. Write it with other operations."
             ) from error
         self.hlo, self.extra_bytes = graph.hlo, graph.extra_bytes or 0
@@ -208,20 +144,20 @@ class Program:
 
     def _compute(self, values: dict[str, Tensor]) -> list[Tensor]:
         """Receive, run the function and send; all of it pending."""
-        tokens = [recording.begin_op(values[MARK])] if self._is_marked else []
-        for received in self._received:
+        tokens = [recording.begin_op(values[MARK])] if self.spec.is_marked else []
+        for received in self.spec.received:
             values |= border.receive(received, values)
             tokens.append(values[TOKEN])
-        for name, parts in self._parts.items():
+        for name, parts in self.spec.added.items():
             values[name] = reduce(operator.add, [values[part] for part in parts])
         results = _computed(self._run(values))
-        values |= zip(self.function.outputs, results, strict=True)
+        values |= zip(self.spec.function.outputs, results, strict=True)
         for name, sharding in self._pins.items():
             xla_compat.annotate(values[name], sharding)
-        tokens += [border.send(sent, values) for sent in self._sent]
+        tokens += [border.send(sent, values) for sent in self.spec.sent]
         if tokens:
             values[TOKEN] = reduce(operator.add, tokens)
-        if self._is_marked:
+        if self.spec.is_marked:
             values[TOKEN] = self._end(values)
         return [values[name] for name in self.outputs]
 
@@ -237,22 +173,22 @@ class Program:
 
     def _run(self, values: Mapping[str, Tensor]) -> Sequence[Tensor]:
         """Run the function, with its inputs as they lie where they are used."""
-        inputs = {name: values[name] for name in self.function.inputs}
-        module = self.function.module
-        name = self.function.name
+        function = self.spec.function
+        inputs = {name: values[name] for name in function.inputs}
+        module, name = function.module, function.name
         if not isinstance(module, fx.GraphModule):
             return module(*inputs.values())  # type: ignore[no-any-return]
         if has_own_products():
             # One device has all of every value, so constraints say nothing.
             self._running = OwnProducts(module, name)
             return self._running.run(*inputs.values())  # type: ignore[no-any-return]
-        if self._constraints is None:
+        if self.spec.constraints is None:
             self._running = Running(module, name)
             return self._running.run(*inputs.values())  # type: ignore[no-any-return]
-        for name, sharding in self._constraints.used.items():
+        for name, sharding in self.spec.constraints.used.items():
             if name in inputs:
                 inputs[name] = xla_compat.constrain(inputs[name], sharding)
-        self._running = Lowering(module, self.function.name, self._constraints)
+        self._running = Lowering(module, function.name, self.spec.constraints)
         return self._running.run(*inputs.values())  # type: ignore[no-any-return]
 
     def _map_parameters(self, args: list[Tensor], outputs: list[Tensor]) -> None:
@@ -267,17 +203,17 @@ class Program:
                 self._names.append(self.inputs[index])
                 continue
             if data_id == seed_id:
-                self._names.append(_SEED)
+                self._names.append(SEED)
                 self._has_seed = True
                 continue
-            self._names.append(f"captured:{slot}")
+            self._names.append(captured_scalar(slot))
             self._captured[self._names[slot]] = value
             if value.numel() != 1:
                 captured.append(f"{value.dtype} {list(value.shape)}")
         if captured:
             what = self._capturing(position)
             raise PipelineError(
-                f"{self.function.name} program: expected every tensor that it reads "
+                f"{self._title}: expected every tensor that it reads "
                 f"to be an argument, got captured constants: {', '.join(captured)}. "
                 f"They are of {what or 'an operation in the stage'}; write it with "
                 "operations that XLA supports, or keep the tensor in a buffer."
@@ -305,7 +241,7 @@ class Program:
             if expected != got
         ]
         raise PipelineError(
-            f"{self.function.name} program: values with another sharding than it was "
+            f"{self._title}: values with another sharding than it was "
             f"compiled for. {'; '.join(wrong)}. Mark the values as in the first step."
         )
 

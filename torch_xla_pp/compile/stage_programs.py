@@ -1,101 +1,53 @@
 """The compiled programs of one stage for one signature of its inputs.
 
-Values are kept by name (see `compile.export` for the roles). `fixed` values belong to
-the stage: parameters, buffers, constants and gradient sums. `live` values belong to
-one microbatch and die with its backward.
-
-Where a stage has *borders*, its programs receive and send themselves: the values of a
-border are then neither passed in nor returned, but its route is passed in. Where an
-output has several consumers, each gives a *part* of its gradient, under the name
-that `tangent_name` tells, and the backward adds them up.
+Values are kept by name, see `compile.names`. `fixed` values belong to the stage:
+parameters, buffers, constants and gradient sums. `live` values belong to one microbatch
+and die with its backward.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import border
-from torch_xla_pp.compile.border import Border, is_route
 from torch_xla_pp.compile.captured_tensors import Constants
 from torch_xla_pp.compile.export import JointGraph
 from torch_xla_pp.compile.group_sums.group_gradients import Grouping, group_gradients
 from torch_xla_pp.compile.lowering import Constraints
-from torch_xla_pp.compile.partition import (
-    Function,
-    Remat,
-    StageFunctions,
-    accumulated,
-    accumulator,
-    nothing,
-    partition_joint,
-)
+from torch_xla_pp.compile.names import accumulated, accumulator, given_grad
+from torch_xla_pp.compile.partition import Remat, partition_joint
 from torch_xla_pp.compile.program import Program
-from torch_xla_pp.compile.sums import given_grad, reduced_sums, starting_sums
-from torch_xla_pp.transport import ShardLayout
+from torch_xla_pp.compile.program_spec import ProgramSpec
+from torch_xla_pp.compile.stage_specs import (
+    Borders,
+    ProgramName,
+    pins_of,
+    stage_specs,
+)
+from torch_xla_pp.compile.sums import reduced_sums, starting_sums
 
 Values = dict[str, Tensor]
-Layouts = Mapping[int, ShardLayout]
-
-
-class Borders(NamedTuple):
-    """Say which values the programs of a stage exchange with other stages.
-
-    The first four are messages that the programs receive and send themselves: stage on
-    the other side → index of an input or output → its layout, in the order of the
-    message.
-
-    Attributes:
-        inputs: Inputs that the forward receives.
-        outputs: Outputs that the forward sends.
-        tangents: Outputs whose gradients the backward receives.
-        grads: Inputs whose gradients the backward sends.
-        consumers: Output index → the stages that use it.
-        returned: Outputs that the forward returns, None for all.
-        handed_on: Received inputs that the forward returns.
-    """
-
-    inputs: Mapping[int, Layouts] = {}
-    outputs: Mapping[int, Layouts] = {}
-    tangents: Mapping[int, Layouts] = {}
-    grads: Mapping[int, Layouts] = {}
-    consumers: Mapping[int, Sequence[int]] = {}
-    returned: Collection[int] | None = None
-    handed_on: Collection[int] = ()
-
-    def tangent_name(self, index: int, consumer: int) -> str:
-        """Return the name of the gradient of an output that a consumer gives."""
-        is_one = len(self.consumers[index]) == 1
-        return tangent(index) if is_one else f"{tangent(index)}@{consumer}"
-
-    def tangent_parts(self) -> dict[str, list[str]]:
-        """Return what gradients are the sum of, where there are several parts."""
-        return {
-            tangent(index): [self.tangent_name(index, c) for c in consumers]
-            for index, consumers in self.consumers.items()
-            if len(consumers) > 1
-        }
 
 
 class Forwarded(NamedTuple):
-    """Hold what the forward of one microbatch gives.
+    """What the forward of one microbatch gives.
 
     Attributes:
         outputs: Output index → tensor, of those that are returned.
-        received: Input index → tensor, of those that are handed on.
+        received: Name → received input, of those that are passed on.
         live: What the backward of this microbatch will read.
         updates: Buffer role → new value.
     """
 
     outputs: dict[int, Tensor]
-    received: dict[int, Tensor]
+    received: dict[str, Tensor]
     live: Values
     updates: Values
 
 
 class StagePrograms:
-    """Hold the programs of a stage: forward, inference, and the backwards.
+    """The programs of a stage: forward, inference, and the backwards.
 
     Args:
         joint: Joint graph of the stage.
@@ -128,7 +80,6 @@ class StagePrograms:
         constraints: Constraints | None = None,
         grouping: Grouping | None = None,
     ) -> None:
-        borders = borders or Borders()
         self.reduced_per_microbatch: dict[str, str] = {}
         self.extra_bytes = 0
         self._groups: dict[str, int] = {}
@@ -140,115 +91,33 @@ class StagePrograms:
         self._functions = functions
         self.output_template = joint.output_template
         self._constants = Constants(joint.constants)
-        self._grad_pins = {
-            role: fixed_shardings[role] for role in functions.parameter_grads
-        }
-        sum_pins = dict(self._grad_pins)
-        if grouping is not None:
-            sum_pins |= {role: grouping.sums[role] for role in self._groups}
-        pins = _pins(
-            functions, output_shardings, input_shardings, fixed_shardings, sum_pins
+        roles = functions.parameter_grads
+        self._grad_pins = {role: fixed_shardings[role] for role in roles}
+        sums = {} if grouping is None else grouping.sums
+        of_groups = {role: sums[role] for role in self._groups}
+        self._sum_pins = {**self._grad_pins, **of_groups}
+        pins = pins_of(
+            functions,
+            output_shardings,
+            input_shardings,
+            fixed_shardings,
+            self._sum_pins,
         )
-        inputs = [f"input:{i}" for i in range(len(input_shardings))]
-        parts = borders.tangent_parts()
-        tangents = [tangent(i) for i in range(len(output_shardings))]
-        tangents += [part for names in parts.values() for part in names]
-        arriving = _borders(borders.inputs, lambda i, _: f"input:{i}")
-        leaving = _borders(borders.outputs, lambda i, _: functions.outputs[i])
-        coming_back = _borders(borders.tangents, borders.tangent_name)
-        going_back = _borders(borders.grads, lambda i, _: functions.input_grads.get(i))
-        # What the caller gets; gradients that are sent are not among it.
-        sent = {index for layouts in borders.grads.values() for index in layouts}
-        self._input_grads = {
-            i: name for i, name in functions.input_grads.items() if i not in sent
-        }
-        grads = {*self._input_grads.values()}
-        sums = {*functions.parameter_grads.values()}
-        # A backward of inputs alone receives for the rest of the backward, too.
-        # What no backward reads, as the stage is frozen, is received all the same.
-        has_first = functions.backward_input is not None or bool(going_back)
-        has_first |= functions.backward_weight is None
-        donated = [accumulator(role) for role in functions.parameter_grads]
-        self._backward_weight = _program(
-            functions.backward_weight,
-            pins,
-            tangents,
-            donated=donated,
-            received=() if has_first else coming_back,
-            parts={} if has_first else parts,
-            constraints=constraints,
-        )
-        self._backward_input = _program(
-            functions.backward_input,
-            pins,
-            tangents,
-            received=coming_back if has_first else (),
-            sent=going_back,
-            parts=parts,
-            wanted=grads | _reads(self._backward_weight),
-            constraints=constraints,
-        )
-        self._backward = _program(
-            functions.backward,
-            pins,
-            tangents,
-            donated=donated,
-            received=coming_back,
-            sent=going_back,
-            parts=parts,
-            wanted=grads | sums,
-            constraints=constraints,
-        )
-        kept = _reads(self._backward) | _reads(self._backward_input)
-        first = self._backward_input
-        made = set() if first is None else set(first.outputs)
-        kept |= _reads(self._backward_weight) - made
-        kept |= {n for n in self._input_grads.values() if n is not None}
-        self._kept = {name for name in kept if not is_route(name)}
-        returned = borders.returned
-        self._outputs = {
-            index: name
-            for index, name in enumerate(functions.outputs)
-            if returned is None or index in returned
-        }
-        self._handed_on = {index: f"input:{index}" for index in borders.handed_on}
-        results = {*self._outputs.values(), *self._handed_on.values()}
-        results |= set(functions.buffer_updates.values())
-        self._forward = Program(
-            functions.forward,
-            pins,
-            inputs,
-            received=arriving,
-            sent=leaving,
-            wanted=results | kept,
-            constraints=constraints,
-        )
-        self._inference = Program(
-            functions.inference,
-            pins,
-            inputs,
-            received=arriving,
-            sent=leaving,
-            wanted=results,
-            constraints=constraints,
-        )
-        self._sum_pins = {accumulator(r): pin for r, pin in sum_pins.items()}
+        count = len(input_shardings)
+        specs = stage_specs(functions, borders or Borders(), pins, count, constraints)
+        self._specs = specs
+        self._programs = {name: Program(spec) for name, spec in specs.programs.items()}
         self._starts: dict[tuple[str, ...], Program] = {}
         self._ends: dict[tuple[str, ...], Program] = {}
 
     @property
     def compiled(self) -> dict[str, Program]:
         """Return the programs that have run so far, by what they do."""
-        programs = {
-            "forward": self._forward,
-            "inference": self._inference,
-            "backward": self._backward,
-            "backward input": self._backward_input,
-            "backward weight": self._backward_weight,
+        programs: dict[str, Program] = dict(self._programs.items())
+        if self._ends:
             # The last one that was made is as good as the others.
-            "gradient reduction": next(reversed(self._ends.values()), None),
-        }
-        return {n: p for n, p in programs.items() if p is not None and p.is_compiled}
+            programs["gradient reduction"] = next(reversed(self._ends.values()))
+        return {name: p for name, p in programs.items() if p.is_compiled}
 
     @property
     def has_backward(self) -> bool:
@@ -265,13 +134,13 @@ class StagePrograms:
             live: `input:` entries, and routes where there are borders.
             seed: Seed of the microbatch's random numbers.
         """
-        return self._run_forward(self._forward, fixed, live, seed, is_kept=True)
+        return self._run_forward("forward", fixed, live, seed)
 
     def inference(
         self, fixed: Mapping[str, Tensor], live: Values, seed: int
     ) -> Forwarded:
         """Enqueue the forward of one microbatch that has no backward."""
-        return self._run_forward(self._inference, fixed, live, seed, is_kept=False)
+        return self._run_forward("inference", fixed, live, seed)
 
     def start_sums(
         self, fixed: Mapping[str, Tensor], grads: Mapping[str, Tensor]
@@ -293,7 +162,10 @@ class StagePrograms:
         if given not in self._starts:
             parameters = {role: fixed[role] for role in roles}
             function = starting_sums(parameters, given, self._groups)
-            self._starts[given] = Program(function, self._sum_pins, function.inputs)
+            pins = {accumulator(role): pin for role, pin in self._sum_pins.items()}
+            self._starts[given] = Program(
+                ProgramSpec(function=function, pins=pins, checked=function.inputs)
+            )
         return self._starts[given]({given_grad(role): grads[role] for role in given})
 
     @property
@@ -317,11 +189,14 @@ class StagePrograms:
             return {}
         given = tuple(role for role in self._groups if role in grads)
         if given not in self._ends:
+            pins = {accumulated(role): pin for role, pin in self._grad_pins.items()}
             self._ends[given] = Program(
-                reduced_sums(self._groups, given),
-                {accumulated(role): pin for role, pin in self._grad_pins.items()},
-                [given_grad(role) for role in given],
-                donated=[accumulator(role) for role in self._groups],
+                ProgramSpec(
+                    function=reduced_sums(self._groups, given),
+                    pins=pins,
+                    checked=[given_grad(role) for role in given],
+                    donated=[accumulator(role) for role in self._groups],
+                )
             )
         values = {**sums, **{given_grad(role): grads[role] for role in given}}
         results = self._ends[given](values)
@@ -341,7 +216,7 @@ class StagePrograms:
             Input index → gradient (None for zero) of those that the program does not
             send, and the new `sum:` entries.
         """
-        results = self._run(self._backward, fixed, live)
+        results = self._run("backward", fixed, live)
         return self._returned_grads({**live, **results}), self._sums(results)
 
     def backward_input(
@@ -352,9 +227,10 @@ class StagePrograms:
         Returns:
             Input index → gradient, and what `backward_weight` needs as `live`.
         """
-        results = self._run(self._backward_input, fixed, live)
+        results = self._run("backward input", fixed, live)
         everything = {**live, **results}
-        reads = _reads(self._backward_weight)
+        weight = self._programs.get("backward weight")
+        reads = () if weight is None else weight.inputs
         residual = {n: v for n, v in everything.items() if n in reads}
         return self._returned_grads(everything), residual
 
@@ -363,26 +239,25 @@ class StagePrograms:
 
         The `sum:` entries of `fixed` are void afterwards.
         """
-        return self._sums(self._run(self._backward_weight, fixed, live))
+        return self._sums(self._run("backward weight", fixed, live))
 
     def _run_forward(
         self,
-        program: Program,
+        name: ProgramName,
         fixed: Mapping[str, Tensor],
         live: Values,
         seed: int,
-        *,
-        is_kept: bool,
     ) -> Forwarded:
+        program, specs = self._programs[name], self._specs
         values = {**fixed, **self._constants.values(), **live}
         results = program(values, seed)
         self.extra_bytes = program.extra_bytes
         everything = {**values, **results}
-        kept = {**live, **results} if is_kept else {}
+        kept = {**live, **results} if name == "forward" else {}
         return Forwarded(
-            outputs={i: everything[n] for i, n in self._outputs.items()},
-            received={i: everything[n] for i, n in self._handed_on.items()},
-            live={name: value for name, value in kept.items() if name in self._kept},
+            outputs={i: everything[n] for i, n in specs.outputs.items()},
+            received={name: everything[name] for name in specs.passed_on},
+            live={n: value for n, value in kept.items() if n in specs.kept},
             updates={
                 role: results[name]
                 for role, name in self._functions.buffer_updates.items()
@@ -390,9 +265,10 @@ class StagePrograms:
         )
 
     def _run(
-        self, program: Program | None, fixed: Mapping[str, Tensor], live: Values
+        self, name: ProgramName, fixed: Mapping[str, Tensor], live: Values
     ) -> Values:
         self.extra_bytes = 0
+        program = self._programs.get(name)
         if program is None:
             return {}
         results = program({**fixed, **self._constants.values(), **live})
@@ -402,7 +278,7 @@ class StagePrograms:
     def _returned_grads(self, values: Values) -> dict[int, Tensor | None]:
         return {
             index: None if name is None else values[name]
-            for index, name in self._input_grads.items()
+            for index, name in self._specs.input_grads.items()
         }
 
     def _sums(self, results: Values) -> Values:
@@ -411,74 +287,3 @@ class StagePrograms:
             for role, name in self._functions.parameter_grads.items()
             if name in results
         }
-
-
-def tangent(index: int) -> str:
-    """Return the name of the gradient of an output."""
-    return f"tangent:{index}"
-
-
-def _borders(
-    messages: Mapping[int, Layouts], name_of: Callable[[int, int], str | None]
-) -> list[Border]:
-    """Return the borders of messages; `name_of` takes an index and a stage."""
-    return [
-        Border(
-            stage,
-            tuple(name_of(index, stage) for index in layouts),
-            tuple(layouts.values()),
-        )
-        for stage, layouts in messages.items()
-    ]
-
-
-def _program(
-    function: Function | None,
-    pins: Mapping[str, xla_compat.OpSharding],
-    checked: Sequence[str],
-    *,
-    donated: Sequence[str] = (),
-    received: Sequence[Border],
-    parts: Mapping[str, Sequence[str]],
-    sent: Sequence[Border] = (),
-    wanted: set[str | None] | None = None,
-    constraints: Constraints | None,
-) -> Program | None:
-    """Make a program unless there is nothing for it to do."""
-    has_passing = not {*border.names_of(received), *parts}.isdisjoint(wanted or ())
-    if function is None and not sent and not received and not has_passing:
-        return None
-    return Program(
-        function or nothing("backward"),
-        pins,
-        checked,
-        donated=donated,
-        received=received,
-        sent=sent,
-        parts=parts,
-        wanted=None if wanted is None else {n for n in wanted if n is not None},
-        constraints=constraints,
-    )
-
-
-def _reads(program: Program | None) -> set[str]:
-    return set() if program is None else set(program.inputs)
-
-
-def _pins(
-    functions: StageFunctions,
-    output_shardings: Sequence[xla_compat.OpSharding],
-    input_shardings: Sequence[xla_compat.OpSharding],
-    fixed_shardings: Mapping[str, xla_compat.OpSharding],
-    sum_shardings: Mapping[str, xla_compat.OpSharding],
-) -> dict[str, xla_compat.OpSharding]:
-    """Return the sharding of every output that crosses the stage's border."""
-    pins = dict(zip(functions.outputs, output_shardings, strict=True))
-    for index, name in functions.input_grads.items():
-        if name is not None:
-            pins[name] = input_shardings[index]
-    for role, name in functions.parameter_grads.items():
-        pins[name] = sum_shardings[role]
-    for role, name in functions.buffer_updates.items():
-        pins[name] = fixed_shardings[role]
-    return pins

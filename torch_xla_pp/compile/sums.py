@@ -14,12 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from torch_xla_pp.compile.partition import Function, accumulated, accumulator
-
-
-def given_grad(role: str) -> str:
-    """Return the name under which the present gradient of a parameter is passed."""
-    return f"grad:{role}"
+from torch_xla_pp.compile.names import accumulated, accumulator, copied, given_grad
+from torch_xla_pp.compile.partition import Function
 
 
 def starting_sums(
@@ -89,11 +85,6 @@ def copies(names: Sequence[str]) -> Function:
     return _function(
         "gathering of weights", graph, results, names, [copied(n) for n in names]
     )
-
-
-def copied(name: str) -> str:
-    """Return the name of a value's copy."""
-    return f"whole:{name}"
 
 
 def _function(

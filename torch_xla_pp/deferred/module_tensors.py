@@ -39,11 +39,6 @@ class TensorPlace:
         tensor: Tensor = self.slots[self.key]
         return tensor
 
-    @property
-    def role(self) -> str:
-        """Return the name that says as what it is held, such as "param:weight"."""
-        return f"{self.holding}:{self.name}"
-
     def put(self, tensor: Tensor) -> None:
         """Hold another tensor there."""
         self.slots[self.key] = tensor

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from torch_xla_pp.text import type_text
 
@@ -116,6 +117,23 @@ class TensorSpec:
     partition: Partition
     requires_grad: bool = False
     axes: LogicalAxes | None = None
+
+    @classmethod
+    def of(
+        cls,
+        value: Tensor,
+        partition: Partition,
+        requires_grad: bool,
+        axes: LogicalAxes | None = None,
+    ) -> "TensorSpec":
+        """Describe a value by its metadata."""
+        return cls(
+            shape=tuple(value.shape),
+            dtype=value.dtype,
+            partition=partition,
+            requires_grad=requires_grad,
+            axes=axes,
+        )
 
     def shard_bytes(self, mesh: LocalMesh) -> int:
         """Return the bytes of one device's part."""

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import Program, copied, copies
-from torch_xla_pp.runtime.memory import Sizes
+from torch_xla_pp.compile import Program, ProgramSpec, Sizes, copied, copies
 
 
 class GatheredWeights:
@@ -32,7 +31,7 @@ class GatheredWeights:
         self.program: Program | None = None
         if used:
             pins = {copied(role): sharding for role, sharding in used.items()}
-            self.program = Program(copies(self._roles), pins)
+            self.program = Program(ProgramSpec(function=copies(self._roles), pins=pins))
 
     def values(self, fixed: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the stage's values with the copies in place; makes them if needed."""

@@ -11,9 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import Constraints, Program, StagePrograms, accumulator
+from torch_xla_pp.compile import (
+    Constraints,
+    Program,
+    Sizes,
+    StagePrograms,
+    accumulator,
+    buffer_role,
+    device_bytes,
+    is_buffer,
+    name_in_module,
+    parameter_role,
+)
 from torch_xla_pp.deferred import (
     PARAMETER,
+    TensorPlace,
     lacking,
     places_of,
     record_resets,
@@ -26,9 +38,8 @@ from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.hlo import OpShardingArgs, parse_sharding
 from torch_xla_pp.mesh import Partition, Sharding, assign_partitions
 from torch_xla_pp.runtime.gathered import GatheredWeights
-from torch_xla_pp.runtime.memory import Sizes, device_bytes
 from torch_xla_pp.runtime.torch_compat import take_value
-from torch_xla_pp.runtime.world import World
+from torch_xla_pp.world import World
 
 
 class ModuleState:
@@ -139,7 +150,7 @@ class ModuleState:
         _refuse_wrapped(self._module)
         self._check_loaded()
         self._move()
-        self.fixed = {p.role: p.tensor for p in state_of(self._module)}
+        self.fixed = {_role(p): p.tensor for p in state_of(self._module)}
         values = list(self.fixed.values())
         grads = [v.grad for v in values if v.grad is not None]
         if any(xla_compat.are_pending(values + grads)):
@@ -149,7 +160,7 @@ class ModuleState:
         self.gathered.drop()
         self._sums = {}
         self._sum_bytes, self._given_bytes = 0, sum(device_bytes(grads))
-        self._before = {r: v for r, v in self.fixed.items() if r.startswith("buffer:")}
+        self._before = {r: v for r, v in self.fixed.items() if is_buffer(r)}
 
     def roll_back(self) -> None:
         """Undo what a step that failed did to buffers; gradients were not touched."""
@@ -220,7 +231,7 @@ class ModuleState:
     def update_buffers(self, updates: Mapping[str, Tensor]) -> None:
         """Give buffers the values that a forward computed, as new tensors."""
         for role, value in updates.items():
-            path, _, key = role.removeprefix("buffer:").rpartition(".")
+            path, _, key = name_in_module(role).rpartition(".")
             self._module.get_submodule(path)._buffers[key] = value
             self.fixed[role] = value
 
@@ -231,7 +242,7 @@ class ModuleState:
             return {}
         names = [name for name, _ in self._module.named_parameters()]
         used = rules.used(names, self._partitions)
-        return {f"param:{name}": partition for name, partition in used.items()}
+        return {parameter_role(name): partition for name, partition in used.items()}
 
     def _shardings(
         self, partitions: Mapping[str, Partition]
@@ -360,6 +371,12 @@ def _like(grad: Tensor, parameter: Tensor) -> Tensor:
 
 def _texts(tensors: list[Tensor]) -> list[str]:
     return [text or "{replicated}" for text in xla_compat.sharding_texts(tensors)]
+
+
+def _role(place: TensorPlace) -> str:
+    """Return the name that the joint graph has for what is in a place."""
+    is_kept = place.holding == PARAMETER
+    return parameter_role(place.name) if is_kept else buffer_role(place.name)
 
 
 def _host_value(value: Tensor) -> Tensor:

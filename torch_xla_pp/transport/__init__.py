@@ -2,10 +2,10 @@
 
 from torch_xla_pp.native import Direction, Event, Record
 from torch_xla_pp.native import notes as recording
-from torch_xla_pp.transport.clock import clock_offset_ns
 from torch_xla_pp.transport.gloo_compat import forget_group_numbers
 from torch_xla_pp.transport.in_graph import InGraphTransport, receive_op, send_op
 from torch_xla_pp.transport.inbox import Ticket
+from torch_xla_pp.transport.linked_groups import LinkedGroups
 from torch_xla_pp.transport.pieces import part_sizes
 from torch_xla_pp.transport.process_group import (
     XlaPpProcessGroup,
@@ -15,6 +15,7 @@ from torch_xla_pp.transport.process_group import (
 from torch_xla_pp.transport.rendezvous import Rendezvous
 from torch_xla_pp.transport.stage_transport import (
     Message,
+    ProgramOps,
     ShardLayout,
     StageTransport,
 )
@@ -23,14 +24,15 @@ __all__ = [
     "Direction",
     "Event",
     "InGraphTransport",
+    "LinkedGroups",
     "Message",
+    "ProgramOps",
     "Record",
     "Rendezvous",
     "ShardLayout",
     "StageTransport",
     "Ticket",
     "XlaPpProcessGroup",
-    "clock_offset_ns",
     "forget_group_numbers",
     "of_group",
     "part_sizes",

@@ -45,6 +45,7 @@ from torch_xla_pp.transport.pieces import are_alike, piece_table
 from torch_xla_pp.transport.rendezvous import Rendezvous
 from torch_xla_pp.transport.stage_transport import (
     Message,
+    ProgramOps,
     ShardLayout,
     digest,
     not_sent_yet,
@@ -181,7 +182,7 @@ def _host_id() -> str:
 
 
 class InGraphTransport:
-    """Send and receive the values of stages from inside the XLA programs.
+    """The transport inside the XLA programs.
 
     Args:
         rendezvous: Agreement and errors of the group's ranks.
@@ -192,6 +193,8 @@ class InGraphTransport:
     """
 
     name = "in_graph"
+    send_op = staticmethod(send_op)
+    receive_op = staticmethod(receive_op)
 
     def __init__(self, rendezvous: Rendezvous, token: bytes) -> None:
         self._rendezvous = rendezvous
@@ -225,8 +228,15 @@ class InGraphTransport:
 
     # Of the protocol.
 
+    @property
+    def in_program(self) -> ProgramOps:
+        """Return itself: it has the ops and their routes."""
+        return self
+
     def expect(self, message: Message, peer: int) -> None:
         """Make ready for messages such as `message`, of any microbatch."""
+        if peer == self._rendezvous.rank:
+            return
         direction = DIRECTIONS.index(message.direction)
         self.engine.expect(peer, direction, message.stage, message.origin)
         self._connect(peer)

@@ -18,7 +18,6 @@ processes and refuses SPMD.
 """
 
 import functools
-import logging
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -32,8 +31,6 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torch_xla_pp import env, xla_compat
-from torch_xla_pp.errors import TransportError
-from torch_xla_pp.native import Unavailable
 from torch_xla_pp.transport.gloo_compat import (
     AllgatherOptions,
     AllreduceOptions,
@@ -45,8 +42,6 @@ from torch_xla_pp.transport.gloo_compat import (
     attach_gloo,
     wrap_backend,
 )
-from torch_xla_pp.transport.host import HostTransport
-from torch_xla_pp.transport.in_graph import InGraphTransport
 from torch_xla_pp.transport.inbox import Parcel
 from torch_xla_pp.transport.rendezvous import Rendezvous
 from torch_xla_pp.transport.shard_bytes import (
@@ -62,14 +57,13 @@ from torch_xla_pp.transport.shard_bytes import (
 )
 from torch_xla_pp.transport.sockets import Sockets
 from torch_xla_pp.transport.stage_transport import Message, StageTransport
+from torch_xla_pp.transport.table import Carriers, make_transport
 from torch_xla_pp.transport.wire import Wire
 from torch_xla_pp.transport.work import DoneWork, ReceiveWork
 
 BACKEND = "xla_pp"
 _COLLECTIVE = ("collective",)
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
-
-_logger = logging.getLogger(__name__)
 
 
 class XlaPpProcessGroup(dist.ProcessGroup):
@@ -108,21 +102,9 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         Raises:
             TransportError: `TORCH_XLA_PP_TRANSPORT` names one that cannot be had.
         """
-        host = HostTransport(self.wire)
-        if env.transport() == "host":
-            return host
-        try:
-            in_graph = InGraphTransport(self.rendezvous, self._sockets.token)
-        except Unavailable as reason:
-            if env.transport() == "in_graph":
-                raise TransportError(
-                    f"TORCH_XLA_PP_TRANSPORT=in_graph: {reason}. Unset it to send "
-                    "through the host."
-                ) from reason
-            _warn_of_host(str(reason))
-            return host
-        self._closings.append(in_graph.close)
-        return in_graph
+        made = make_transport(Carriers(self.rendezvous, self.wire, self._sockets.token))
+        self._closings.append(made.close)
+        return made
 
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
         """Return the name that `dist.get_backend` shows."""
@@ -307,16 +289,6 @@ def _groups() -> "weakref.WeakSet[XlaPpProcessGroup]":
 def _close_all(closings: list[Callable[[], None]]) -> None:
     while closings:
         closings.pop()()
-
-
-@functools.cache
-def _warn_of_host(reason: str) -> None:
-    """Say once why the slower transport is used."""
-    _logger.warning(
-        "Stages send through the host, which is slower than from inside their "
-        "programs, because %s.",
-        reason,
-    )
 
 
 def _fill_all(tensors: list[Tensor], what: str, parcels: list[Parcel]) -> None:

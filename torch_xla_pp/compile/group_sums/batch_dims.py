@@ -16,18 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from torch_xla_pp.compile.ops import permutation, views, wrapped
+
 _aten = torch.ops.aten
 
-_RESHAPES = frozenset(
-    {
-        _aten.squeeze.default,
-        _aten.squeeze.dim,
-        _aten.squeeze.dims,
-        _aten.unsqueeze.default,
-        _aten.view.default,
-        _aten._unsafe_view.default,
-    }
-)
 _REDUCTIONS = frozenset(
     {
         _aten.amax.default,
@@ -81,12 +73,6 @@ def shape_of(node: Any) -> tuple[int, ...]:
     """Return the shape of a node's value; `()` also if it is no tensor."""
     value = node.meta.get("val")
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-
-
-def wrapped(dims: int | Sequence[int], count: int) -> list[int]:
-    """Return dimensions of a value of `count`, counted from the front."""
-    listed = [dims] if isinstance(dims, int) else dims
-    return [dim % count if count else 0 for dim in listed]
 
 
 def _place(node: fx.Node, places: Places) -> Place | None:
@@ -150,17 +136,6 @@ def _permuted(node: fx.Node, places: Places) -> Place | None:
     return place._replace(dim=order.index(place.dim))
 
 
-def permutation(node: fx.Node, count: int) -> list[int]:
-    """Return the order in which `node` puts the dimensions of a value of `count`."""
-    order = list(range(count))
-    if node.target is _aten.permute.default:
-        return wrapped(node.args[1], count)  # type: ignore[arg-type]
-    first, second = wrapped(node.args[1:] or (0, 1), count)  # type: ignore[arg-type]
-    if count > 1:
-        order[first], order[second] = order[second], order[first]
-    return order
-
-
 def _reduced(node: fx.Node, places: Places) -> Place | None:
     source: Any = node.all_input_nodes[0]
     place, old = places.get(source), shape_of(source)
@@ -212,15 +187,13 @@ def _multiplied(node: fx.Node, places: Places) -> Place | None:
 
 
 _RULES: dict[Any, Callable[[fx.Node, Places], Place | None]] = {
-    **dict.fromkeys(_RESHAPES, _reshaped),
+    **dict.fromkeys(views("view", "squeeze"), _reshaped),
     **dict.fromkeys(_REDUCTIONS, _reduced),
     **dict.fromkeys((_aten.mm.default, _aten.bmm.default), _multiplied),
     **dict.fromkeys((_aten.addmm.default, _aten.baddbmm.default), _multiplied),
-    _aten.expand.default: _expanded,
-    _aten.permute.default: _permuted,
-    _aten.select.int: _selected,
+    **dict.fromkeys(views("expand"), _expanded),
+    **dict.fromkeys(views("permute"), _permuted),
+    **dict.fromkeys(views("select"), _selected),
     _aten.select_backward.default: _unselected,
     _aten.stack.default: _stacked,
-    _aten.t.default: _permuted,
-    _aten.transpose.int: _permuted,
 }

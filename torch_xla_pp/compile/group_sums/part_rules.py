@@ -14,13 +14,12 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from torch_xla_pp.compile.group_sums.batch_dims import (
-    permutation,
     shape_of,
     summed,
-    wrapped,
 )
 from torch_xla_pp.compile.group_sums.parts import Parts, Rule
 from torch_xla_pp.compile.group_sums.row_groups import PARTS, WHOLE
+from torch_xla_pp.compile.ops import permutation, views, wrapped
 from torch_xla_pp.graph import SHARD
 
 _aten = torch.ops.aten
@@ -225,25 +224,16 @@ _FACTORIES = (
 RULES: Mapping[Any, Rule] = {
     **dict.fromkeys(_FACTORIES, _zeros),
     SHARD: _same,
-    _aten.alias.default: _same,
     _aten.clone.default: _same,
-    _aten.detach.default: _same,
+    **dict.fromkeys(views("same"), _same),
+    **dict.fromkeys(views("view", "squeeze"), _reshaped),
+    **dict.fromkeys(views("expand"), _expanded),
+    **dict.fromkeys(views("permute"), _permuted),
+    **dict.fromkeys(views("select", "slice"), _cut),
     _aten._to_copy.default: _scaled,
     _aten.div.Scalar: _scaled,
     _aten.mul.Scalar: _scaled,
     _aten.neg.default: _scaled,
-    _aten.squeeze.default: _reshaped,
-    _aten.squeeze.dim: _reshaped,
-    _aten.squeeze.dims: _reshaped,
-    _aten.unsqueeze.default: _reshaped,
-    _aten.view.default: _reshaped,
-    _aten._unsafe_view.default: _reshaped,
-    _aten.expand.default: _expanded,
-    _aten.permute.default: _permuted,
-    _aten.t.default: _permuted,
-    _aten.transpose.int: _permuted,
-    _aten.select.int: _cut,
-    _aten.slice.Tensor: _cut,
     _aten.select_backward.default: _uncut,
     _aten.slice_backward.default: _uncut,
     _aten.cat.default: _joined,

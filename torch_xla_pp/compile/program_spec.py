@@ -1,0 +1,84 @@
+"""What a program takes, does and returns, told before anything is traced.
+
+All of it follows from names, so it is plain data: a `Program` only adds the tracing.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.compile import border
+from torch_xla_pp.compile.border import Border
+from torch_xla_pp.compile.lowering import Constraints
+from torch_xla_pp.compile.names import MARK, TOKEN, route_in, route_out
+from torch_xla_pp.compile.partition import Function
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramSpec:
+    """A program: a function, with what happens before and after it.
+
+    Args:
+        function: What to run.
+        pins: Output name → the sharding that the output must have.
+        checked: Names of the inputs whose sharding is compared at every call; they
+            come from outside of the stage's own programs.
+        donated: Names of the inputs whose buffers the program may reuse; they are void
+            after a call.
+        received: Inputs that the program receives from other ranks.
+        sent: Values that the program sends to other ranks.
+        parts: Name of an input → names of inputs that it is the sum of.
+        wanted: Names to return, of outputs, received values and sums; None for the
+            function's outputs.
+        constraints: Shardings while it runs, None to leave them to XLA.
+        is_marked: Whether it notes when it begins and ends, of the action that a
+            `MARK` among its inputs names.
+    """
+
+    function: Function
+    pins: Mapping[str, xla_compat.OpSharding] = field(default_factory=dict)
+    checked: Collection[str] = ()
+    donated: Collection[str] = ()
+    received: Sequence[Border] = ()
+    sent: Sequence[Border] = ()
+    parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    wanted: Collection[str] | None = None
+    constraints: Constraints | None = None
+    is_marked: bool = False
+
+    @property
+    def added(self) -> dict[str, Sequence[str]]:
+        """Return the `parts` of what the program reads, sends or returns."""
+        used = {*self.function.inputs, *border.names_of(self.sent)}
+        used.update(self.wanted or ())
+        return {name: parts for name, parts in self.parts.items() if name in used}
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Return the names of the values that a call needs."""
+        arriving = {*border.names_of(self.received), *self.added}
+        made = arriving.union(self.function.outputs)
+        sent = [name for name in border.names_of(self.sent) if name not in made]
+        parts = [part for parts in self.added.values() for part in parts]
+        read = [*self.function.inputs, *sent, *parts]
+        needed = [name for name in read if name not in arriving]
+        needed += [route_in(message.stage) for message in self.received]
+        needed += [route_out(message.stage) for message in self.sent]
+        needed += [MARK] if self.is_marked else []
+        return tuple(dict.fromkeys(needed))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Return the names of the values that a call returns."""
+        outputs = self.function.outputs
+        if self.wanted is not None:
+            made = (*outputs, *border.names_of(self.received), *self.added)
+            outputs = tuple(n for n in dict.fromkeys(made) if n in self.wanted)
+        has_token = bool(self.received or self.sent or self.is_marked)
+        return (*outputs, TOKEN) if has_token else outputs
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there is nothing to compute, to add, to receive or to send."""
+        is_passing = bool(self.received or self.sent or self.added)
+        return not (self.function.outputs or is_passing)

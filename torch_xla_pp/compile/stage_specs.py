@@ -1,0 +1,262 @@
+"""The programs of a stage as a table of specs: who reads, receives and sends what.
+
+Where a stage has *borders*, its programs receive and send themselves: the values of a
+border are then neither passed in nor returned, but its route is passed in. Where an
+output has several consumers, each gives a *part* of its gradient, under the name
+that `tangent_name` tells, and the backward adds them up.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.compile.border import Border, names_of
+from torch_xla_pp.compile.lowering import Constraints
+from torch_xla_pp.compile.names import (
+    accumulator,
+    input_grad,
+    input_role,
+    is_route,
+    output_name,
+    tangent,
+    tangent_part,
+)
+from torch_xla_pp.compile.partition import Function, StageFunctions, nothing
+from torch_xla_pp.compile.program_spec import ProgramSpec
+
+ProgramName: TypeAlias = Literal[
+    "forward", "inference", "backward", "backward input", "backward weight"
+]
+Shardings: TypeAlias = Sequence[xla_compat.OpSharding]
+
+
+class Borders(NamedTuple):
+    """The values that the programs of a stage exchange with other stages themselves.
+
+    Attributes:
+        inputs: What the forward receives, by `input_role`.
+        outputs: What the forward sends, by `output_name`.
+        tangents: What the backward receives, by `tangent_name`.
+        grads: What the backward sends, by `input_grad`.
+        consumers: Output index → the stages that use it.
+        returned: Names of the outputs that the forward returns, None for all.
+        passed_on: Names of the received inputs that the forward returns.
+    """
+
+    inputs: Sequence[Border] = ()
+    outputs: Sequence[Border] = ()
+    tangents: Sequence[Border] = ()
+    grads: Sequence[Border] = ()
+    consumers: Mapping[int, Sequence[int]] = {}
+    returned: Collection[str] | None = None
+    passed_on: Collection[str] = ()
+
+    def tangent_parts(self) -> dict[str, list[str]]:
+        """Return what gradients are the sum of, where there are several parts."""
+        return {
+            tangent(index): [tangent_name(index, c, consumers) for c in consumers]
+            for index, consumers in self.consumers.items()
+            if len(consumers) > 1
+        }
+
+
+def tangent_name(index: int, consumer: int, consumers: Collection[int]) -> str:
+    """Return the name of the gradient of an output that one of its users gives."""
+    is_one = len(consumers) == 1
+    return tangent(index) if is_one else tangent_part(index, consumer)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageSpecs:
+    """The programs of a stage, and the names of what goes from one to another.
+
+    Args:
+        programs: What each program does, without those that would do nothing.
+        outputs: Output index → name, of those that the forward returns.
+        passed_on: Names of received inputs that the forward returns.
+        kept: Names of what the backwards read of one microbatch's forward.
+        input_grads: Input index → name of its gradient, None for zero; of those that
+            the backward does not send.
+    """
+
+    programs: Mapping[ProgramName, ProgramSpec]
+    outputs: Mapping[int, str]
+    passed_on: Collection[str]
+    kept: frozenset[str]
+    input_grads: Mapping[int, str | None]
+
+
+def pins_of(
+    functions: StageFunctions,
+    output_shardings: Shardings,
+    input_shardings: Shardings,
+    fixed_shardings: Mapping[str, xla_compat.OpSharding],
+    sum_shardings: Mapping[str, xla_compat.OpSharding],
+) -> dict[str, xla_compat.OpSharding]:
+    """Return the sharding of every output that leaves the stage's programs."""
+    pins = dict(zip(functions.outputs, output_shardings, strict=True))
+    for index, name in functions.input_grads.items():
+        if name is not None:
+            pins[name] = input_shardings[index]
+    for role, name in functions.parameter_grads.items():
+        pins[name] = sum_shardings[role]
+    for role, name in functions.buffer_updates.items():
+        pins[name] = fixed_shardings[role]
+    return pins
+
+
+def stage_specs(
+    functions: StageFunctions,
+    borders: Borders,
+    pins: Mapping[str, xla_compat.OpSharding],
+    num_inputs: int,
+    constraints: Constraints | None = None,
+) -> StageSpecs:
+    """Return the table of a stage's programs.
+
+    Args:
+        functions: What the programs run.
+        borders: What they receive and send themselves.
+        pins: See `pins_of`.
+        num_inputs: How many tensor inputs the stage has.
+        constraints: Shardings while programs run, None to leave them to XLA.
+    """
+    return _Table(functions, borders, pins, num_inputs, constraints).specs()
+
+
+class _Table:
+    """The rows of the table, each from what the others read."""
+
+    def __init__(
+        self,
+        functions: StageFunctions,
+        borders: Borders,
+        pins: Mapping[str, xla_compat.OpSharding],
+        num_inputs: int,
+        constraints: Constraints | None,
+    ) -> None:
+        self._functions = functions
+        self._borders = borders
+        self._pins = pins
+        self._constraints = constraints
+        self._inputs = [input_role(i) for i in range(num_inputs)]
+        self._parts = borders.tangent_parts()
+        self._tangents = [tangent(i) for i in range(len(functions.outputs))]
+        self._tangents += [part for names in self._parts.values() for part in names]
+        self._sums = [accumulator(role) for role in functions.parameter_grads]
+        grads = functions.input_grads
+        outputs = {output_name(i): n for i, n in enumerate(functions.outputs)}
+        self._leaving = [sent.renamed(outputs) for sent in borders.outputs]
+        back = {input_grad(i): name for i, name in grads.items()}
+        self._going_back = [sent.renamed(back) for sent in borders.grads]
+        # What the caller gets; gradients that are sent are not among it.
+        sent = names_of(borders.grads)
+        self._input_grads = {
+            i: n for i, n in grads.items() if input_grad(i) not in sent
+        }
+
+    def specs(self) -> StageSpecs:
+        functions, borders = self._functions, self._borders
+        weight = self._backward_weight()
+        first = self._backward_input(weight)
+        full = self._backward()
+        kept = self._kept(full, first, weight)
+        outputs = {
+            index: name
+            for index, name in enumerate(functions.outputs)
+            if borders.returned is None or output_name(index) in borders.returned
+        }
+        results = {*outputs.values(), *borders.passed_on}
+        results |= {*functions.buffer_updates.values()}
+        programs: dict[ProgramName, ProgramSpec] = {
+            "forward": self._forward(functions.forward, results | kept),
+            "inference": self._forward(functions.inference, results),
+            "backward": full,
+            "backward input": first,
+            "backward weight": weight,
+        }
+        backwards = {"backward", "backward input", "backward weight"}
+        return StageSpecs(
+            programs={
+                name: spec
+                for name, spec in programs.items()
+                if name not in backwards or not spec.is_empty
+            },
+            outputs=outputs,
+            passed_on=borders.passed_on,
+            kept=frozenset(kept),
+            input_grads=self._input_grads,
+        )
+
+    def _forward(self, function: Function, wanted: Collection[str]) -> ProgramSpec:
+        return ProgramSpec(
+            function=function,
+            pins=self._pins,
+            checked=self._inputs,
+            received=self._borders.inputs,
+            sent=self._leaving,
+            wanted=wanted,
+            constraints=self._constraints,
+        )
+
+    def _backward(self) -> ProgramSpec:
+        return ProgramSpec(
+            function=self._functions.backward or nothing("backward"),
+            pins=self._pins,
+            checked=self._tangents,
+            donated=self._sums,
+            received=self._borders.tangents,
+            sent=self._going_back,
+            parts=self._parts,
+            wanted=self._returned | {*self._functions.parameter_grads.values()},
+            constraints=self._constraints,
+        )
+
+    def _backward_input(self, weight: ProgramSpec) -> ProgramSpec:
+        is_first = self._has_two_backwards
+        return ProgramSpec(
+            function=self._functions.backward_input or nothing("backward"),
+            pins=self._pins,
+            checked=self._tangents,
+            received=self._borders.tangents if is_first else (),
+            sent=self._going_back,
+            parts=self._parts,
+            wanted=self._returned.union(weight.inputs),
+            constraints=self._constraints,
+        )
+
+    def _backward_weight(self) -> ProgramSpec:
+        is_second = self._has_two_backwards
+        return ProgramSpec(
+            function=self._functions.backward_weight or nothing("backward"),
+            pins=self._pins,
+            checked=self._tangents,
+            donated=self._sums,
+            received=() if is_second else self._borders.tangents,
+            parts={} if is_second else self._parts,
+            constraints=self._constraints,
+        )
+
+    @property
+    def _has_two_backwards(self) -> bool:
+        """Return whether a backward of inputs alone receives for both halves.
+
+        What no backward reads, as the stage is frozen, is received all the same.
+        """
+        functions = self._functions
+        has_first = functions.backward_input is not None or bool(self._going_back)
+        return has_first or functions.backward_weight is None
+
+    @property
+    def _returned(self) -> set[str]:
+        """Return the gradients of inputs that the caller gets."""
+        return {name for name in self._input_grads.values() if name is not None}
+
+    def _kept(
+        self, full: ProgramSpec, first: ProgramSpec, weight: ProgramSpec
+    ) -> set[str]:
+        """Return what the backwards read beside each other's results."""
+        read = {*full.inputs, *first.inputs, *self._returned}
+        read |= {*weight.inputs} - {*first.outputs}
+        return {name for name in read if not is_route(name)}
