@@ -11,7 +11,7 @@ from torch_xla_pp.native.abi import (
 )
 from torch_xla_pp.native.engine import Engine, Failure, Stats
 from torch_xla_pp.native.loader import Unavailable, library, register_target
-from torch_xla_pp.native.notes import Record
+from torch_xla_pp.native.notes import Note
 
 __all__ = [
     "DIRECTIONS",
@@ -19,9 +19,9 @@ __all__ = [
     "Engine",
     "Event",
     "Failure",
+    "Note",
     "ROUTE_FIELDS",
     "ROW_FIELDS",
-    "Record",
     "Stats",
     "Unavailable",
     "library",

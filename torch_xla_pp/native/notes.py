@@ -28,7 +28,7 @@ from torch_xla_pp.schedule import KINDS, Kind
 _TOKEN_SHAPE = (1,)
 
 
-class Record(NamedTuple):
+class Note(NamedTuple):
     """Hold one note.
 
     Attributes:
@@ -100,7 +100,7 @@ def start() -> None:
     loader.library().xpp_start_recording()
 
 
-def stop() -> list[Record]:
+def stop() -> list[Note]:
     """Keep notes no more, and return those that were kept.
 
     The programs whose notes are wanted must have ended, see `xla_compat.flush`.
@@ -115,11 +115,11 @@ def stop() -> list[Record]:
         count = call(out, capacity)
     numbers = [] if out is None else out[: count * size]
     rows = (numbers[i : i + size] for i in range(0, len(numbers), size))
-    return [_record(dict(zip(RECORD_FIELDS, row, strict=True))) for row in rows]
+    return [_note(dict(zip(RECORD_FIELDS, row, strict=True))) for row in rows]
 
 
-def _record(fields: dict[str, int]) -> Record:
+def _note(fields: dict[str, int]) -> Note:
     number, event = fields.pop("direction"), Event(fields.pop("event"))
     is_action = event in (Event.BEGAN, Event.ENDED)
     kind = (KINDS if is_action else DIRECTIONS)[number]
-    return Record(event=event, kind=kind, **fields)
+    return Note(event=event, kind=kind, **fields)

@@ -1,7 +1,5 @@
 """Messages between ranks: process group "xla_pp", agreement, errors, transport."""
 
-from torch_xla_pp.native import Direction, Event, Record
-from torch_xla_pp.native import notes as recording
 from torch_xla_pp.transport.gloo_compat import forget_group_numbers
 from torch_xla_pp.transport.in_graph import InGraphTransport, receive_op, send_op
 from torch_xla_pp.transport.inbox import Ticket
@@ -21,13 +19,10 @@ from torch_xla_pp.transport.stage_transport import (
 )
 
 __all__ = [
-    "Direction",
-    "Event",
     "InGraphTransport",
     "LinkedGroups",
     "Message",
     "ProgramOps",
-    "Record",
     "Rendezvous",
     "ShardLayout",
     "StageTransport",
@@ -37,7 +32,6 @@ __all__ = [
     "of_group",
     "part_sizes",
     "receive_op",
-    "recording",
     "send_op",
 ]
 
