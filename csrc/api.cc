@@ -3,28 +3,17 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
-#include <mutex>
 #include <string>
 
+#include "abi.h"
+#include "engines.h"
+#include "handlers.h"
 #include "products.h"
 #include "recorder.h"
-#include "registry.h"
 #include "ucx_link.h"
 
 namespace xla_pp {
 namespace {
-
-struct Registry {
-  std::mutex mutex;
-  std::map<int64_t, std::shared_ptr<Engine>> engines;
-  int64_t next = 1;
-};
-
-Registry& TheRegistry() {
-  static auto* registry = new Registry;  // lives as long as XLA's threads
-  return *registry;
-}
 
 int64_t CopyText(const std::string& text, char* out, int64_t capacity) {
   const auto size = std::min<int64_t>(static_cast<int64_t>(text.size()), capacity);
@@ -36,33 +25,11 @@ using Seconds = std::chrono::duration<double>;
 
 }  // namespace
 
-int64_t AddEngine(std::shared_ptr<Engine> engine) {
-  Registry& registry = TheRegistry();
-  std::lock_guard lock(registry.mutex);
-  const int64_t id = registry.next++;
-  registry.engines[id] = std::move(engine);
-  return id;
-}
-
-std::shared_ptr<Engine> FindEngine(int64_t id) {
-  Registry& registry = TheRegistry();
-  std::lock_guard lock(registry.mutex);
-  const auto found = registry.engines.find(id);
-  return found == registry.engines.end() ? nullptr : found->second;
-}
-
-std::shared_ptr<Engine> RemoveEngine(int64_t id) {
-  Registry& registry = TheRegistry();
-  std::lock_guard lock(registry.mutex);
-  const auto found = registry.engines.find(id);
-  if (found == registry.engines.end()) return nullptr;
-  auto engine = std::move(found->second);
-  registry.engines.erase(found);
-  return engine;
-}
-
 #pragma GCC visibility push(default)
 extern "C" {
+
+// Returns a text of what Python must agree on.
+const char* xpp_abi() { return kAbi; }
 
 // Returns the length of what is wrong, 0 for success.
 int64_t xpp_register(const void* get_api, const char* target, int32_t op, char* error,
@@ -93,7 +60,7 @@ int64_t xpp_open(int32_t rank, int32_t num_devices, double timeout_s, const char
   std::memcpy(config.token.data(), token, config.token.size());
   const std::string host_name = host;
   try {
-    return AddEngine(std::make_shared<Engine>(config, [&](LinkEvents events) {
+    return TheEngines().Add(std::make_shared<Engine>(config, [&](LinkEvents events) {
       return MakeUcxLink(host_name, std::move(events));
     }));
   } catch (const std::exception& failed) {
@@ -154,12 +121,9 @@ int64_t xpp_take_notices(int64_t id, char* out, int64_t capacity) {
   return CopyText(text, out, capacity);
 }
 
-void xpp_stats(int64_t id, int64_t* out) {
+void xpp_stats(int64_t id, InboxStats* out) {
   const auto engine = FindEngine(id);
-  const InboxStats stats = engine ? engine->inbox().stats() : InboxStats{};
-  out[0] = stats.held_bytes;
-  out[1] = stats.num_messages;
-  out[2] = stats.num_waiting;
+  *out = engine ? engine->inbox().stats() : InboxStats{};
 }
 
 void xpp_delay(int64_t id, int32_t device, double time_s) {
@@ -171,7 +135,7 @@ int32_t xpp_close(int64_t id, double timeout_s) {
   const auto engine = FindEngine(id);
   if (!engine) return 1;
   const bool is_clean = engine->Close(Seconds(timeout_s));
-  RemoveEngine(id);
+  TheEngines().Remove(id);
   return is_clean;
 }
 

@@ -1,11 +1,12 @@
 // The ops of XLA programs that send and receive, as handlers of XLA's FFI.
 //
-// Receive: the route, int64[] (see `Route`) → shards, a token.
+// Receive: the route, int64[] (see abi.h) → shards, a token.
 // Send: the route, shards → a token.
-// Begin, end: a mark, int64[3] (kind, stage and microbatch of an action), whatever must
-// be there before → a token.
+// Begin, end: a mark, int64[3] (see abi.h), whatever must be there before → a token.
 //
 // A token is an int32[1] without a meaning: a program that returns it keeps the op.
+
+#include "handlers.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -15,10 +16,11 @@
 #include <utility>
 #include <vector>
 
+#include "abi.h"
 #include "engine.h"
+#include "engines.h"
 #include "products.h"
 #include "recorder.h"
-#include "registry.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace xla_pp {
@@ -26,35 +28,14 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// The route operand: what changes from call to call, so that nothing is recompiled.
-// Calls that send or receive the same message in later steps have the same route.
-struct Route {
-  int64_t engine;
-  int64_t generation;
-  int64_t peer;
-  int64_t direction;
-  int64_t stage;
-  int64_t origin;
-  int64_t microbatch;
-  int64_t digest;
-  int64_t num_devices;  // of this rank
-  // Devices of the sender; 0 if the values lie alike on both ranks, so that each
-  // device gets the shard of the device of its number.
-  int64_t num_sources;
-  int64_t num_levels;  // of each row's box
-  // holders[tensor * num_devices + device], if alike: the lowest device with the same
-  // shard; if not: the number of the tile that the device holds.
-  const int64_t* holders = nullptr;
-  // The pieces that a message is cut into, if not alike, in the order in which they
-  // lie in the messages of their sources: see `RowsOf`.
-  const int64_t* rows = nullptr;
+struct Route : RouteFields {
+  const int64_t* holders = nullptr;  // [tensor * num_devices + device]
+  const int64_t* rows = nullptr;     // see `RowsOf`
   size_t num_rows = 0;
 
   bool is_alike() const { return num_sources == 0; }
 };
 
-constexpr size_t kRouteFields = 11;
-constexpr size_t kRowFields = 5;  // without levels, of two fields each
 constexpr size_t kFirstSent = 1;  // operand of the send op
 
 // One piece of a value, as it lies on this rank.
@@ -129,10 +110,16 @@ Shard ShardOf(const ffi::AnyBuffer& buffer) {
   return {static_cast<char*>(buffer.untyped_data()), buffer.size_bytes()};
 }
 
+template <typename Fields>
+Fields FieldsAt(const int64_t* data) {
+  Fields fields;
+  std::memcpy(&fields, data, sizeof(fields));
+  return fields;
+}
+
 Route RouteOf(const ffi::AnyBuffer& buffer, size_t num_tensors) {
   const auto* fields = static_cast<const int64_t*>(buffer.untyped_data());
-  Route route{fields[0], fields[1], fields[2], fields[3], fields[4], fields[5],
-              fields[6], fields[7], fields[8], fields[9], fields[10]};
+  Route route{FieldsAt<RouteFields>(fields)};
   const size_t num_holders = num_tensors * static_cast<size_t>(route.num_devices);
   const size_t row = kRowFields + 2 * static_cast<size_t>(route.num_levels);
   route.holders = fields + kRouteFields;
@@ -141,17 +128,16 @@ Route RouteOf(const ffi::AnyBuffer& buffer, size_t num_tensors) {
   return route;
 }
 
-// A row: tensor, source, tile, then the box: offset and run in bytes, count and
-// distance of each level.
 std::vector<Row> RowsOf(const Route& route) {
   std::vector<Row> rows(route.num_rows);
   const int64_t* fields = route.rows;
   for (Row& row : rows) {
-    row.tensor = static_cast<size_t>(fields[0]);
-    row.source = fields[1];
-    row.tile = fields[2];
-    row.box.offset = static_cast<size_t>(fields[3]);
-    row.box.run = static_cast<size_t>(fields[4]);
+    const auto head = FieldsAt<RowFields>(fields);
+    row.tensor = static_cast<size_t>(head.tensor);
+    row.source = head.source;
+    row.tile = head.tile;
+    row.box.offset = static_cast<size_t>(head.offset);
+    row.box.run = static_cast<size_t>(head.run);
     fields += kRowFields;
     for (int64_t level = 0; level < route.num_levels; ++level, fields += 2) {
       if (fields[0] == 1) continue;
@@ -285,11 +271,12 @@ ffi::Future Receive(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets 
 ffi::Error Mark(Event event, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   ClearToken(rets);
   const auto mark = args.get<ffi::AnyBuffer>(0).value();
-  const auto* fields = static_cast<const int64_t*>(mark.untyped_data());
+  const auto* data = static_cast<const int64_t*>(mark.untyped_data());
+  const auto fields = FieldsAt<MarkFields>(data);
   Record record;
-  record.direction = fields[0];
-  record.stage = fields[1];
-  record.microbatch = fields[2];
+  record.direction = fields.kind;
+  record.stage = fields.stage;
+  record.microbatch = fields.microbatch;
   TheRecorder().Note(event, record);
   return ffi::Error::Success();
 }

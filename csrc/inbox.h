@@ -30,18 +30,13 @@
 #include <string>
 #include <vector>
 
+#include "abi.h"
 #include "box.h"
 #include "message.h"
 
 namespace xla_pp {
 
 using Clock = std::chrono::steady_clock;
-
-enum class FailureKind : int32_t {
-  kError = 1,    // the message or the peer is wrong
-  kTimeout = 2,  // a message did not come in time
-  kReport = 3,   // a peer told of its own failure; the text is the peer's
-};
 
 struct Failure {
   FailureKind kind;
@@ -82,12 +77,6 @@ struct Request {
 
 // Completes a receive whose values will not come.
 void Discard(Request request);
-
-struct InboxStats {
-  int64_t held_bytes = 0;
-  int64_t num_messages = 0;
-  int64_t num_waiting = 0;
-};
 
 class Inbox {
  public:

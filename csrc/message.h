@@ -7,6 +7,7 @@
 #include <string>
 #include <tuple>
 
+#include "abi.h"
 #include "pool.h"
 
 namespace xla_pp {
@@ -30,9 +31,6 @@ class Bytes {
   std::unique_ptr<char, Give> data_;
   size_t size_ = 0;
 };
-
-// Letters of the directions: values, their gradients, sums of shared parameters.
-constexpr char kDirections[] = "FBS";
 
 // The values that one stage consumes and another one makes.
 struct Edge {

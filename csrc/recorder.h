@@ -12,29 +12,10 @@
 #include <mutex>
 #include <vector>
 
+#include "abi.h"
 #include "message.h"
 
 namespace xla_pp {
-
-enum class Event : int64_t {
-  kBegan = 0,    // a program of an action
-  kEnded = 1,    // likewise
-  kSent = 2,     // a device handed over its part of a message
-  kAsked = 3,    // a device asked for a message
-  kArrived = 4,  // a part of a message came
-};
-
-// All fields are numbers of one size, which Python reads in this order. Of programs,
-// `direction` is the kind of the action and there is no origin.
-struct Record {
-  int64_t event = 0;
-  int64_t time_ns = 0;  // of the monotonic clock
-  int64_t num_bytes = 0;
-  int64_t direction = 0;
-  int64_t stage = 0;
-  int64_t origin = 0;
-  int64_t microbatch = 0;
-};
 
 class Recorder {
  public:

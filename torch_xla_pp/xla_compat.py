@@ -24,7 +24,7 @@ import torch_xla.runtime as xr
 from torch import Tensor
 from torch_xla.distributed.spmd import XLAShardedTensor
 
-from torch_xla_pp import elf, env, heap
+from torch_xla_pp import env, heap
 from torch_xla_pp.errors import PipelineError
 
 _XLAC = torch_xla._XLAC
@@ -41,7 +41,6 @@ _TYPED_FFI = 4
 _SEED_FACTOR = 214013
 _SEED_TERM = 2531011
 _SEED_RANGE = 1 << 64
-_FFI_API_SYMBOL = "_ZN3xla3ffi12GetXlaFfiApiEv"  # xla::ffi::GetXlaFfiApi()
 
 # In an analysis of torch_xla, of one device; a GB has 2**30 bytes there.
 _SIZE = re.compile(r"Analysis: (?P<what>[\w ]+) size: (?P<size>[\d.]+) GB")
@@ -87,6 +86,11 @@ def _check_pool() -> None:
             "torch_xla_pp before anything uses XLA, and set CPU_NUM_DEVICES before "
             f"that; or set PJRT_NPROC={needed} at the launch."
         )
+
+
+def device_kind() -> str:
+    """Return the kind of this process's devices, such as "CPU"."""
+    return str(xr.device_type())
 
 
 def is_spmd() -> bool:
@@ -486,41 +490,9 @@ def mesh_sharding_args(mesh: Any, partition: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(mesh._get_op_sharding_args(tuple(partition)))
 
 
-@functools.cache
-def ffi_api_address() -> int:
-    """Return the address of `xla::ffi::GetXlaFfiApi` in torch_xla's own XLA.
-
-    torch_xla 2.9 does not export it. A local symbol of its library gives its place,
-    which is kept by the library's build id.
-
-    Raises:
-        LookupError: It cannot be found, or programs do not run on the CPU client, the
-            only one with host handlers.
-    """
-    kind = xr.device_type()
-    if kind != "CPU":
-        raise LookupError(f"XLA programs run on {kind}, which calls no host handlers")
-    path = Path(_XLAC.__file__).resolve()
-    return elf.base_address(path) + _ffi_api_offset(path)
-
-
-def _ffi_api_offset(path: Path) -> int:
-    library = elf.ElfFile(path)
-    build_id = library.build_id()
-    known = env.cache_dir() / f"ffi-api-{build_id}"
-    try:
-        if build_id and known.exists():
-            return int(known.read_text())
-    except (OSError, ValueError) as error:
-        _logger.debug("%s is not readable: %s", known, error)
-    offset = library.function_address(_FFI_API_SYMBOL)
-    try:
-        if build_id:
-            known.parent.mkdir(parents=True, exist_ok=True)
-            known.write_text(str(offset))
-    except OSError as error:
-        _logger.debug("%s is not writable: %s", known, error)
-    return offset
+def library_path() -> Path:
+    """Return torch_xla's compiled library, which has XLA in it."""
+    return Path(_XLAC.__file__).resolve()
 
 
 def to_shards(value: Tensor, sharding: OpSharding) -> Tensor:

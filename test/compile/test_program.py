@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import MARK, Function, Program, ProgramSpec
 from torch_xla_pp.errors import PipelineError
-from torch_xla_pp.transport import Event, recording
+from torch_xla_pp.native import Event, notes
 
 pytestmark = pytest.mark.xla
 
@@ -107,18 +107,19 @@ def test_a_marked_program_notes_its_times_and_computes_the_same(mesh: Any) -> No
     values = {name: upload(mesh, torch.randn(4, 4), ROWS) for name in "xy"}
     plain = program(values)["out"].cpu()
     for _ in range(2):
-        recording.start()
-        out = program({**values, MARK: recording.mark("W", 2, 3)})["out"]
+        notes.start()
+        out = program({**values, MARK: notes.mark("W", 2, 3)})["out"]
         xla_compat.flush()
-        records = recording.stop()
+        records = notes.stop()
+        assert notes.mark.cache_info().currsize == 0
         assert torch.equal(out.cpu(), plain)
         assert {r[2:5] for r in records} == {("W", 2, 3)}
         times = {e: [r.time_ns for r in records if r.event is e] for e in Event}
         assert len(times[Event.BEGAN]) == len(times[Event.ENDED]) == 2
         assert min(times[Event.BEGAN]) < max(times[Event.ENDED])
-    program({**values, MARK: recording.mark("W", 2, 3)})
+    program({**values, MARK: notes.mark("W", 2, 3)})
     xla_compat.flush()
-    assert recording.stop() == []
+    assert notes.stop() == []
 
 
 def test_nothing_is_compiled_after_the_first_call(mesh: Any) -> None:

@@ -14,13 +14,14 @@ from joining import join
 
 import torch_xla_pp as xpp
 from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.native import notes
 from torch_xla_pp.profile import clock
 from torch_xla_pp.profile.clock import clock_offset_ns
 from torch_xla_pp.runtime import order_of
 from torch_xla_pp.schedule import Schedule
 from torch_xla_pp.testing import Worlds
 from torch_xla_pp.timeline import Span, Timeline
-from torch_xla_pp.transport import of_group, recording
+from torch_xla_pp.transport import of_group
 
 pytestmark = pytest.mark.worlds
 
@@ -65,7 +66,7 @@ def profiled(job: Job) -> tuple[Timeline, Timeline, str, list[str]]:
     run_step(job, schedule, stages, x, y)
     # What is held back, be it for no time, may be overtaken by a peer that leaves.
     dist.barrier()
-    if recording.stop():
+    if notes.stop():
         faults.append("noted while nobody listens")
     table = order_of(schedule).to_csv()  # type: ignore[union-attr]
     return profile.timeline, slow.timeline, table, faults

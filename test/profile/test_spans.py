@@ -4,18 +4,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torch_xla_pp.native import Event, Note
 from torch_xla_pp.profile.recorder import Dispatch
 from torch_xla_pp.profile.spans import Notes, spans_of, transfers_of
 from torch_xla_pp.schedule import Action
 from torch_xla_pp.timeline import Span
-from torch_xla_pp.transport import Event, Message, Record
+from torch_xla_pp.transport import Message
 
 pytestmark = pytest.mark.pure
 
 MS = 1_000_000
 
 
-def noted(*notes: tuple[str, int, str]) -> list[Record]:
+def noted(*notes: tuple[str, int, str]) -> list[Note]:
     """Read e.g. `("began", 3, "1F0")`, at 3 ms; messages are "1F0<0", from stage 0."""
     records = []
     for event, time_ms, name in notes:
@@ -23,7 +24,7 @@ def noted(*notes: tuple[str, int, str]) -> list[Record]:
         kind = next(c for c in action if c.isalpha())
         stage, microbatch = map(int, action.split(kind))
         records.append(
-            Record(
+            Note(
                 Event[event.upper()],
                 time_ms * MS,
                 kind,
@@ -36,7 +37,7 @@ def noted(*notes: tuple[str, int, str]) -> list[Record]:
     return records
 
 
-def spans(returned: dict[str, int], records: list[Record]) -> dict[str, str]:
+def spans(returned: dict[str, int], records: list[Note]) -> dict[str, str]:
     """Return each action's times in ms, e.g. "3..9, waits 2"."""
     dispatched = {
         Action.from_text(name): Dispatch(returned_ns=time * MS, cpu_ns=MS // 2)

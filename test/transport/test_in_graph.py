@@ -429,11 +429,12 @@ def test_a_death_is_noticed_over_tcp(worlds: Worlds) -> None:
 
 
 SCRIPT = """
-import logging, os, torch_xla_pp.native as native
+import logging, os
+from torch_xla_pp.native import loader
 logging.basicConfig()
 def library():
-    raise native.Unavailable("it is hidden")
-native.library = library
+    raise loader.Unavailable("it is hidden")
+loader.library = library
 import torch.distributed as dist
 import torch_xla_pp as xpp
 xpp.device()

@@ -30,7 +30,7 @@ from torch_xla_pp.compile.products import OwnProducts, has_own_products
 from torch_xla_pp.compile.program_spec import ProgramSpec
 from torch_xla_pp.compile.running import Running
 from torch_xla_pp.errors import PipelineError
-from torch_xla_pp.transport import recording
+from torch_xla_pp.native import notes
 
 _REPLICATED = "{replicated}"
 
@@ -144,7 +144,7 @@ class Program:
 
     def _compute(self, values: dict[str, Tensor]) -> list[Tensor]:
         """Receive, run the function and send; all of it pending."""
-        tokens = [recording.begin_op(values[MARK])] if self.spec.is_marked else []
+        tokens = [notes.begin_op(values[MARK])] if self.spec.is_marked else []
         for received in self.spec.received:
             values |= border.receive(received, values)
             tokens.append(values[TOKEN])
@@ -169,7 +169,7 @@ class Program:
         """
         done = [(values[n], self._pins[n]) for n in self.outputs if n in self._pins]
         done.append((values[TOKEN], xla_compat.replicated_sharding()))
-        return recording.end_op(values[MARK], done)
+        return notes.end_op(values[MARK], done)
 
     def _run(self, values: Mapping[str, Tensor]) -> Sequence[Tensor]:
         """Run the function, with its inputs as they lie where they are used."""

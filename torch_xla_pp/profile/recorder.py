@@ -17,16 +17,10 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import MARK
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.mesh import Tiling
+from torch_xla_pp.native import Event, Note, notes
 from torch_xla_pp.runtime import Marks, SavedValues
 from torch_xla_pp.schedule import Action
-from torch_xla_pp.transport import (
-    Event,
-    Message,
-    Record,
-    ShardLayout,
-    part_sizes,
-    recording,
-)
+from torch_xla_pp.transport import Message, ShardLayout, part_sizes
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,7 +52,7 @@ class StepRecorder:
     def __init__(self, saved: Sequence[SavedValues], has_marks: bool) -> None:
         self._saved = saved
         self._has_marks = has_marks
-        self.records: list[Record] = []
+        self.records: list[Note] = []
         self.dispatched: dict[Action, Dispatch] = {}
         self.peak_bytes = 0
 
@@ -68,12 +62,12 @@ class StepRecorder:
         if not self._has_marks:
             yield
             return
-        recording.start()
+        notes.start()
         try:
             yield
             xla_compat.flush()
         finally:
-            self.records += recording.stop()
+            self.records += notes.stop()
 
     @contextlib.contextmanager
     def action(self, action: Action, *, is_rest: bool = False) -> Iterator[Marks]:
@@ -95,7 +89,7 @@ class StepRecorder:
         name = action.kind, action.stage, action.microbatch
         self._note(Event.BEGAN, *name)
         cpu_ns = time.thread_time_ns()
-        yield {MARK: recording.mark(*name)} if self._has_marks else {}
+        yield {MARK: notes.mark(*name)} if self._has_marks else {}
         self._count_host(action, time.thread_time_ns() - cpu_ns)
         if not self._has_marks:
             xla_compat.wait_device()
@@ -140,7 +134,7 @@ class StepRecorder:
         if not self._has_marks:
             time_ns = time.monotonic_ns()
             self.records.append(
-                Record(event, time_ns, kind, stage, microbatch, origin, num_bytes)
+                Note(event, time_ns, kind, stage, microbatch, origin, num_bytes)
             )
 
     def _count_bytes(self) -> None:

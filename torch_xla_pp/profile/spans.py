@@ -13,10 +13,11 @@ Laws, for the programs of a rank:
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from torch_xla_pp.native import Event, Note
 from torch_xla_pp.profile.recorder import Dispatch
 from torch_xla_pp.schedule import Action
 from torch_xla_pp.timeline import Span, Transfer
-from torch_xla_pp.transport import Event, Message, Record
+from torch_xla_pp.transport import Message
 
 _NS = 1e-9
 _Interval = tuple[int, int]
@@ -42,7 +43,7 @@ class Notes(NamedTuple):
 def spans_of(
     rank: int,
     dispatched: Mapping[Action, Dispatch],
-    records: Sequence[Record],
+    records: Sequence[Note],
     offset_ns: int,
 ) -> tuple[Span, ...]:
     """Return the spans of a rank.
@@ -100,7 +101,7 @@ def transfers_of(notes: Sequence[Notes]) -> tuple[Transfer, ...]:
     )
 
 
-def latest(records: Iterable[Record], event: Event) -> dict[Message, int]:
+def latest(records: Iterable[Note], event: Event) -> dict[Message, int]:
     """Return when an event of each message happened on the last device."""
     found: dict[Message, int] = {}
     for record in records:
@@ -110,7 +111,7 @@ def latest(records: Iterable[Record], event: Event) -> dict[Message, int]:
     return found
 
 
-def message_of(record: Record) -> Message:
+def message_of(record: Note) -> Message:
     """Return the message that a note is about."""
     return Message(record.kind, record.stage, record.microbatch, record.origin)  # type: ignore[arg-type]
 
@@ -132,7 +133,7 @@ class _Noted(NamedTuple):
 class _Marks:
     """Find what was noted of actions, which are asked for in their order."""
 
-    def __init__(self, records: Sequence[Record]) -> None:
+    def __init__(self, records: Sequence[Note]) -> None:
         self._begins: dict[_Name, list[int]] = {}
         self._ends: dict[_Name, list[int]] = {}
         self._asks: dict[tuple[bool, int, int], dict[Message, list[int]]] = {}

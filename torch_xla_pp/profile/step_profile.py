@@ -7,13 +7,13 @@ from typing import Any
 
 from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.native import Event
 from torch_xla_pp.profile.clock import clock_offset_ns
 from torch_xla_pp.profile.recorder import StepRecorder
 from torch_xla_pp.profile.spans import Notes, latest, message_of, spans_of, transfers_of
 from torch_xla_pp.runtime import NOBODY, RankPipeline, TorchSchedule
 from torch_xla_pp.timeline import Timeline, summarize, to_chrome, to_picture
 from torch_xla_pp.transport import (
-    Event,
     Message,
     Rendezvous,
 )

@@ -1,6 +1,6 @@
 """WHEN: the order of actions on each rank, as data."""
 
-from torch_xla_pp.schedule.action import Action, Kind
+from torch_xla_pp.schedule.action import KINDS, Action, Kind
 from torch_xla_pp.schedule.builders.dag import dag_1f1b
 from torch_xla_pp.schedule.builders.looped import (
     gpipe,
@@ -16,6 +16,7 @@ from torch_xla_pp.schedule.verify.verify import verify
 
 __all__ = [
     "Action",
+    "KINDS",
     "Kind",
     "Schedule",
     "carriers_of",

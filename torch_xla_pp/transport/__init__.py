@@ -1,6 +1,5 @@
 """Messages between ranks: process group "xla_pp", agreement, errors, transport."""
 
-from torch_xla_pp.transport import recording
 from torch_xla_pp.transport.gloo_compat import forget_group_numbers
 from torch_xla_pp.transport.in_graph import InGraphTransport, receive_op, send_op
 from torch_xla_pp.transport.inbox import Ticket
@@ -11,10 +10,8 @@ from torch_xla_pp.transport.process_group import (
     explain_backend_xla,
     of_group,
 )
-from torch_xla_pp.transport.recording import Event, Record
 from torch_xla_pp.transport.rendezvous import Rendezvous
 from torch_xla_pp.transport.stage_transport import (
-    Direction,
     Message,
     ProgramOps,
     ShardLayout,
@@ -23,13 +20,10 @@ from torch_xla_pp.transport.stage_transport import (
 from torch_xla_pp.transport.steps_ahead import StepsAhead
 
 __all__ = [
-    "Direction",
-    "Event",
     "InGraphTransport",
     "LinkedGroups",
     "Message",
     "ProgramOps",
-    "Record",
     "Rendezvous",
     "ShardLayout",
     "StageTransport",
@@ -40,7 +34,6 @@ __all__ = [
     "of_group",
     "part_sizes",
     "receive_op",
-    "recording",
     "send_op",
 ]
 

@@ -39,11 +39,11 @@ from torch import Tensor
 from torch_xla_pp import env, native, xla_compat
 from torch_xla_pp.errors import TransportError, TransportTimeout
 from torch_xla_pp.mesh import Tiling
+from torch_xla_pp.native import DIRECTIONS, ROUTE_FIELDS, row_of
 from torch_xla_pp.text import type_text
 from torch_xla_pp.transport.pieces import are_alike, piece_table
 from torch_xla_pp.transport.rendezvous import Rendezvous
 from torch_xla_pp.transport.stage_transport import (
-    DIRECTIONS,
     Message,
     ProgramOps,
     ShardLayout,
@@ -57,6 +57,8 @@ _GRACE_S = 30.0
 _NEVER = (1 << 63) - 1
 _MAX_READABLE = 160
 _TOKEN_SHAPE = (1,)
+# Fields of a route that say how a message is cut, and what follows the fields.
+_Content = tuple[dict[str, int], list[int]]
 _RouteKey = tuple[int, Message, tuple[Any, ...], tuple[Any, ...] | None]
 
 _logger = logging.getLogger(__name__)
@@ -134,28 +136,32 @@ def _whole(route: Tensor) -> Tensor:
     return xla_compat.to_shards(route, xla_compat.replicated_sharding())
 
 
-def _alike(layouts: Sequence[ShardLayout]) -> list[int]:
+def _alike(layouts: Sequence[ShardLayout]) -> _Content:
     """Return the rest of a route between devices of equal numbers."""
     tilings = [layout.tiling for layout in layouts]
-    owners = [owner for tiling in tilings for owner in tiling.owners]
-    return [digest(layouts, tilings), len(tilings[0].tiles), 0, 0, *owners]
+    head = {
+        "digest": digest(layouts, tilings),
+        "num_devices": len(tilings[0].tiles),
+        "num_sources": 0,
+        "num_levels": 0,
+    }
+    return head, [owner for tiling in tilings for owner in tiling.owners]
 
 
 def _in_pieces(
     layouts: Sequence[ShardLayout], there: Sequence[Tiling], *, is_receive: bool
-) -> list[int]:
+) -> _Content:
     """Return the rest of a route on which values are laid out anew."""
     tilings = [layout.tiling for layout in layouts]
     source, destination = (there, tilings) if is_receive else (tilings, there)
     depth, rows = piece_table(layouts, there, is_receive=is_receive)
-    return [
-        digest(layouts, source, destination),
-        len(tilings[0].tiles),
-        len(source[0].tiles),
-        depth,
-        *(tile for tiling in tilings for tile in tiling.tiles),
-        *rows,
-    ]
+    head = {
+        "digest": digest(layouts, source, destination),
+        "num_devices": len(tilings[0].tiles),
+        "num_sources": len(source[0].tiles),
+        "num_levels": depth,
+    }
+    return head, [*(tile for tiling in tilings for tile in tiling.tiles), *rows]
 
 
 def _target(kind: str, route: Tensor, layouts: Sequence[ShardLayout]) -> str:
@@ -372,18 +378,20 @@ class InGraphTransport:
             self._routes[key] = self._new_route(message, peer, content)
         return self._routes[key]
 
-    def _new_route(self, message: Message, peer: int, content: list[int]) -> Tensor:
-        fields = [
-            self.engine.id,
-            self._generation,
-            peer,
-            DIRECTIONS.index(message.direction),
-            message.stage,
-            message.origin,
-            message.microbatch,
-            *content,
-        ]
-        return xla_compat.replicate(torch.tensor(fields, dtype=torch.int64))
+    def _new_route(self, message: Message, peer: int, content: _Content) -> Tensor:
+        cut, rest = content
+        fields = row_of(
+            ROUTE_FIELDS,
+            engine=self.engine.id,
+            generation=self._generation,
+            peer=peer,
+            direction=DIRECTIONS.index(message.direction),
+            stage=message.stage,
+            origin=message.origin,
+            microbatch=message.microbatch,
+            **cut,
+        )
+        return xla_compat.replicate(torch.tensor(fields + rest, dtype=torch.int64))
 
     def _connect(self, peer: int) -> None:
         if peer in self._connected:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_xla_pp.mesh import Runs, Tiling, reshard
+from torch_xla_pp.native import ROW_FIELDS, row_of
 from torch_xla_pp.transport.shard_bytes import from_bytes, to_bytes
 from torch_xla_pp.transport.stage_transport import ShardLayout
 
@@ -49,8 +50,8 @@ def piece_table(
     """Return the pieces of a message as they lie on this rank's devices.
 
     Returns:
-        How many levels each piece has, and the rows of csrc/handlers.cc: for each
-        piece tensor, source, tile, offset and run in bytes, then the levels.
+        How many levels each piece has, and for each piece the fields and levels of a
+        row of `native.abi`.
     """
     rows = []
     for number, (layout, far) in enumerate(zip(layouts, there, strict=True)):
@@ -58,8 +59,14 @@ def piece_table(
         for piece in reshard(far, own) if is_receive else reshard(own, far):
             home = own.box(piece.tile if is_receive else own.tiles[piece.source])
             runs = Runs.of(piece.box.within(home), own.shard_shape)
-            head = [number, piece.source, piece.tile]
-            head += [runs.offset * size, runs.length * size]
+            head = row_of(
+                ROW_FIELDS,
+                tensor=number,
+                source=piece.source,
+                tile=piece.tile,
+                offset=runs.offset * size,
+                run=runs.length * size,
+            )
             rows.append((head, [(n, distance * size) for n, distance in runs.levels]))
     depth = max((len(levels) for _, levels in rows), default=0)
     table: list[int] = []

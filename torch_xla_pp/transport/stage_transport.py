@@ -8,7 +8,7 @@ the two, and else in the pieces that `mesh.reshard` plans.
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,18 +17,16 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.errors import TransportError
 from torch_xla_pp.hlo import OpShardingArgs, parse_sharding
 from torch_xla_pp.mesh import Tiling
+from torch_xla_pp.native import Direction
 from torch_xla_pp.text import type_text
-
-Direction = Literal["F", "B", "S"]
-DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 
 class Message(NamedTuple):
     """Name what one stage sends another for one microbatch.
 
     Attributes:
-        direction: "F" for values, "B" for their gradients, "S" for gradient sums of
-            shared parameters.
+        direction: "F" for values, "B" for their gradients, "S" for sums of gradients:
+            of tied parameters in other stages, and of replicas of the stage.
         stage: Index of the stage that consumes it.
         microbatch: Index of the microbatch.
         origin: Index of the stage that makes it.

@@ -1,28 +1,13 @@
-"""The compiled library (`csrc/`): handlers of custom calls, engine of the transport.
-
-A thin typed layer: what the calls mean is said in `csrc/engine.h`, `csrc/inbox.h` and
-`csrc/products.h`. Every call lets other Python threads run.
-"""
+"""The engine of one group's messages, see `csrc/engine.h` and `csrc/inbox.h`."""
 
 import ctypes
-import functools
-import importlib.machinery
-import os
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-from torch_xla_pp import xla_compat
+from torch_xla_pp.native import loader
+from torch_xla_pp.native.abi import STATS_FIELDS, FailureKind
 
-Op = Literal["send", "receive", "begin", "end", "product"]
-
-_OPS: tuple[Op, ...] = get_args(Op)  # as in csrc/registry.h
 _MAX_ADDRESS_BYTES = 1 << 16
 _MAX_TEXT_BYTES = 1 << 16
-_TIMEOUT, _REPORT = 2, 3  # as in csrc/inbox.h
-
-
-class Unavailable(Exception):
-    """Say why the compiled transport cannot be used here."""
 
 
 class Failure(NamedTuple):
@@ -53,84 +38,6 @@ class Stats(NamedTuple):
     num_waiting: int
 
 
-@functools.cache
-def library() -> ctypes.CDLL:
-    """Return the library, loaded and checked against torch_xla's XLA.
-
-    Raises:
-        Unavailable: It was not built, or something that it needs is not there.
-    """
-    path = Path(__file__).parent / (
-        "_native" + importlib.machinery.EXTENSION_SUFFIXES[0]
-    )
-    if not path.exists():
-        raise Unavailable(
-            "the compiled part of torch_xla_pp was not built (it needs a C++17 "
-            "compiler when the package is installed)"
-        )
-    # Handlers for crashes belong to the program, not to UCX, which reads this on load.
-    os.environ.setdefault("UCX_ERROR_SIGNALS", "")
-    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
-    try:
-        import libucx
-
-        libucx.load_library()
-        loaded = ctypes.CDLL(str(path))
-    except (ImportError, OSError) as error:
-        raise Unavailable(f"UCX cannot be loaded: {error}") from error
-    _declare(loaded)
-    register(loaded, "torch_xla_pp.probe", "send")
-    return loaded
-
-
-def _declare(loaded: ctypes.CDLL) -> None:
-    """Give the C functions their types; see `csrc/api.cc`."""
-    i32, i64, u64 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
-    text, pointer, f64 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_double
-    for name, result, arguments in (
-        ("register", i64, (pointer, text, i32, text, i64)),
-        ("use_blas", None, (pointer, pointer)),
-        ("start_recording", None, ()),
-        ("stop_recording", i64, (ctypes.POINTER(i64), i64)),
-        ("open", i64, (i32, i32, f64, text, text, text, i64)),
-        ("address", i64, (i64, text, i64)),
-        ("connect", None, (i64, i32, text, i64, i32)),
-        ("expect", None, (i64, i32, i32, i32, i32)),
-        ("report", None, (i64, u64, text)),
-        ("advance", None, (i64, u64)),
-        ("failure", i32, (i64, u64, text, i64, ctypes.POINTER(i64))),
-        ("settle", i32, (i64, u64, u64, f64)),
-        ("take_notices", i64, (i64, text, i64)),
-        ("stats", None, (i64, ctypes.POINTER(i64))),
-        ("delay", None, (i64, i32, f64)),
-        ("close", i32, (i64, f64)),
-    ):
-        function = getattr(loaded, f"xpp_{name}")
-        function.restype, function.argtypes = result, list(arguments)
-
-
-def register(loaded: ctypes.CDLL, target: str, op: Op) -> None:
-    """Let XLA call the handler of `op` for `target`.
-
-    Raises:
-        Unavailable: torch_xla's XLA cannot be reached or refuses.
-    """
-    try:
-        get_api = xla_compat.ffi_api_address()
-    except (LookupError, ValueError, OSError) as error:
-        raise Unavailable(f"XLA's FFI cannot be reached: {error}") from error
-    out = ctypes.create_string_buffer(_MAX_TEXT_BYTES)
-    size = loaded.xpp_register(get_api, target.encode(), _OPS.index(op), out, len(out))
-    if size:
-        raise Unavailable(out.raw[:size].decode())
-
-
-@functools.cache
-def register_target(target: str, op: Op) -> None:
-    """Do what `register` does, once for each target."""
-    register(library(), target, op)
-
-
 class Engine:
     """One group's messages, in C++.
 
@@ -148,13 +55,13 @@ class Engine:
     def __init__(
         self, rank: int, num_devices: int, timeout_s: float, token: bytes, host: str
     ) -> None:
-        self._library = library()
+        self._library = loader.library()
         error = ctypes.create_string_buffer(_MAX_TEXT_BYTES)
         self.id: int = self._library.xpp_open(
             rank, num_devices, timeout_s, token, host.encode(), error, len(error)
         )
         if not self.id:
-            raise Unavailable(f"UCX: {error.value.decode()}")
+            raise loader.Unavailable(f"UCX: {error.value.decode()}")
         self._text = ctypes.create_string_buffer(_MAX_TEXT_BYTES)
         self._size = ctypes.c_int64()
 
@@ -194,7 +101,7 @@ class Engine:
         if not kind:
             return None
         text = self._text.raw[: self._size.value].decode(errors="replace")
-        return Failure(text, kind == _TIMEOUT, kind == _REPORT)
+        return Failure(text, kind == FailureKind.TIMEOUT, kind == FailureKind.REPORT)
 
     def settle(self, generation: int, count: int, limit_s: float) -> bool:
         """Wait until `count` receives have ended well, or for `limit_s`."""
@@ -208,9 +115,9 @@ class Engine:
 
     def stats(self) -> Stats:
         """Count what is held."""
-        out: Any = (ctypes.c_int64 * 3)()
+        out: Any = (ctypes.c_int64 * len(STATS_FIELDS))()
         self._library.xpp_stats(self.id, out)
-        return Stats(*out)
+        return Stats(**dict(zip(STATS_FIELDS, out, strict=True)))
 
     def delay(self, time_s: float, device: int = -1) -> None:
         """Hold messages that arrive back, as a slow network would.

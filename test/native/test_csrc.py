@@ -8,7 +8,7 @@ import pytest
 
 pytestmark = pytest.mark.pure
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")

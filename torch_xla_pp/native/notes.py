@@ -8,31 +8,27 @@ which are for the whole process. Times are those of `time.monotonic_ns`.
 import ctypes
 import functools
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_xla_pp import native, xla_compat
-from torch_xla_pp.transport.stage_transport import DIRECTIONS
+from torch_xla_pp import xla_compat
+from torch_xla_pp.native import loader
+from torch_xla_pp.native.abi import (
+    DIRECTIONS,
+    MARK_FIELDS,
+    RECORD_FIELDS,
+    Event,
+    Op,
+    row_of,
+)
+from torch_xla_pp.schedule import KINDS, Kind
 
-KINDS = "FBIW"
-_NUM_FIELDS = 7
 _TOKEN_SHAPE = (1,)
 
 
-class Event(IntEnum):
-    """Say what happened; see csrc/recorder.h."""
-
-    BEGAN = 0
-    ENDED = 1
-    SENT = 2
-    ASKED = 3
-    ARRIVED = 4
-
-
-class Record(NamedTuple):
+class Note(NamedTuple):
     """Hold one note.
 
     Attributes:
@@ -55,9 +51,13 @@ class Record(NamedTuple):
 
 
 @functools.cache
-def mark(kind: str, stage: int, microbatch: int) -> Tensor:
-    """Return the operand that tells a program's notes which action it is part of."""
-    fields = [KINDS.index(kind), stage, microbatch]
+def mark(kind: Kind, stage: int, microbatch: int) -> Tensor:
+    """Return the operand that tells a program's notes which action it is part of.
+
+    It is kept until `stop`.
+    """
+    values = {"kind": KINDS.index(kind), "stage": stage, "microbatch": microbatch}
+    fields = row_of(MARK_FIELDS, **values)
     return xla_compat.replicate(torch.tensor(fields, dtype=torch.int64))
 
 
@@ -85,10 +85,10 @@ def end_op(mark: Tensor, done: Sequence[tuple[Tensor, Any]]) -> Tensor:
     return _op("end", mark, done)
 
 
-def _op(op: native.Op, mark: Tensor, done: Sequence[tuple[Tensor, Any]]) -> Tensor:
+def _op(op: Op, mark: Tensor, done: Sequence[tuple[Tensor, Any]]) -> Tensor:
     # One target for all shapes: calls differ by their operands, results are alike.
     target = f"torch_xla_pp.{op}"
-    native.register_target(target, op)
+    loader.register_target(target, op)
     whole = xla_compat.replicated_sharding()
     operands = [xla_compat.to_shards(v, s) for v, s in [(mark, whole), *done]]
     (token,) = xla_compat.custom_call(target, operands, [_TOKEN_SHAPE], [torch.int32])
@@ -97,37 +97,29 @@ def _op(op: native.Op, mark: Tensor, done: Sequence[tuple[Tensor, Any]]) -> Tens
 
 def start() -> None:
     """Begin to keep notes."""
-    native.library().xpp_start_recording()
+    loader.library().xpp_start_recording()
 
 
-def stop() -> list[Record]:
+def stop() -> list[Note]:
     """Keep notes no more, and return those that were kept.
 
     The programs whose notes are wanted must have ended, see `xla_compat.flush`.
     """
-    call = native.library().xpp_stop_recording
+    mark.cache_clear()
+    size = len(RECORD_FIELDS)
+    call = loader.library().xpp_stop_recording
     count, capacity, out = call(None, 0), 0, None
     while count > capacity:
         capacity = count
-        out = (ctypes.c_int64 * (capacity * _NUM_FIELDS))()
+        out = (ctypes.c_int64 * (capacity * size))()
         count = call(out, capacity)
-    numbers = [] if out is None else out[: count * _NUM_FIELDS]
-    return [
-        _record(*numbers[i : i + _NUM_FIELDS])
-        for i in range(0, len(numbers), _NUM_FIELDS)
-    ]
+    numbers = [] if out is None else out[: count * size]
+    rows = (numbers[i : i + size] for i in range(0, len(numbers), size))
+    return [_note(dict(zip(RECORD_FIELDS, row, strict=True))) for row in rows]
 
 
-def _record(
-    event: int,
-    time_ns: int,
-    num_bytes: int,
-    direction: int,
-    stage: int,
-    origin: int,
-    microbatch: int,
-) -> Record:
-    """Read the fields of csrc/recorder.h."""
+def _note(fields: dict[str, int]) -> Note:
+    number, event = fields.pop("direction"), Event(fields.pop("event"))
     is_action = event in (Event.BEGAN, Event.ENDED)
-    kind = (KINDS if is_action else DIRECTIONS)[direction]
-    return Record(Event(event), time_ns, kind, stage, microbatch, origin, num_bytes)
+    kind = (KINDS if is_action else DIRECTIONS)[number]
+    return Note(event=event, kind=kind, **fields)

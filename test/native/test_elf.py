@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_xla_pp.elf import ElfFile, base_address
+from torch_xla_pp.native.elf import ElfFile, base_address
 
 pytestmark = pytest.mark.pure
 

@@ -1,0 +1,138 @@
+// What this library and Python agree on, stated once.
+//
+// torch_xla_pp/native/abi.py mirrors these lists; the two are compared when the library
+// is loaded. Numbers count from 0. A list of fields is a row of int64 in this order.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace xla_pp {
+
+// What a program calls.
+#define XPP_OPS(X)     \
+  X(kSend, send)       \
+  X(kReceive, receive) \
+  X(kBegin, begin)     \
+  X(kEnd, end)         \
+  X(kProduct, product)
+
+// What the recorder notes.
+#define XPP_EVENTS(X)                                      \
+  X(kBegan, began)     /* a program of an action */        \
+  X(kEnded, ended)     /* likewise */                      \
+  X(kSent, sent)       /* a device handed over its part */ \
+  X(kAsked, asked)     /* a device asked for a message */  \
+  X(kArrived, arrived) /* a part of a message came */
+
+// Why a generation has failed.
+#define XPP_FAILURES(X)                                       \
+  X(kNone, none)                                              \
+  X(kError, error)     /* the message or the peer is wrong */ \
+  X(kTimeout, timeout) /* a message did not come in time */   \
+  X(kReport, report)   /* a peer told of its own failure; the text is the peer's */
+
+// Letters of what messages carry: values, their gradients, sums of gradients that
+// copies of a parameter, in other stages or in other replicas, add up.
+#define XPP_DIRECTIONS(X) X(F) X(B) X(S)
+
+// Letters of the kinds of actions.
+#define XPP_KINDS(X) X(F) X(B) X(I) X(W)
+
+// A note. Of programs, `direction` is the kind of the action and there is no origin.
+#define XPP_RECORD_FIELDS(X)                \
+  X(event)                                  \
+  X(time_ns) /* of the monotonic clock */   \
+  X(num_bytes)                              \
+  X(direction)                              \
+  X(stage)  /* that consumes the values */  \
+  X(origin) /* the stage that makes them */ \
+  X(microbatch)
+
+// The operand of begin and end: an action.
+#define XPP_MARK_FIELDS(X) X(kind) X(stage) X(microbatch)
+
+// The route operand of send and receive: what changes from call to call, so that
+// nothing is recompiled. Calls that send or receive the same message in later steps
+// have the same route. After these fields come, for each tensor and device of this
+// rank, its holder, and then rows.
+//
+// A holder is, if the values lie alike on both ranks, the lowest device with the same
+// shard; if not, the number of the tile that the device holds. Rows are the pieces that
+// a message is cut into, if not alike, in the order in which they lie in the messages
+// of their sources.
+#define XPP_ROUTE_FIELDS(X)                                                          \
+  X(engine)                                                                          \
+  X(generation)                                                                      \
+  X(peer)                                                                            \
+  X(direction)                                                                       \
+  X(stage)                                                                           \
+  X(origin)                                                                          \
+  X(microbatch)                                                                      \
+  X(digest)                                                                          \
+  X(num_devices) /* of this rank */                                                  \
+  X(num_sources) /* devices of the sender; 0 if each gets the shard of the device */ \
+                 /* of its number, as the values lie alike on both ranks */          \
+  X(num_levels)  /* of each row's box */
+
+// A row: one piece of a value, as it lies on this rank. After these fields come count
+// and distance in bytes of each level of the box.
+#define XPP_ROW_FIELDS(X)                    \
+  X(tensor)                                  \
+  X(source) /* the sender's device */        \
+  X(tile)   /* the receiver's */             \
+  X(offset) /* in bytes, likewise the run */ \
+  X(run)
+
+// What an engine holds.
+#define XPP_STATS_FIELDS(X)                                       \
+  X(held_bytes)   /* of messages that no receive has taken yet */ \
+  X(num_messages) /* one per device of a sender */                \
+  X(num_waiting)  /* receive ops, one per device */
+
+#define XPP_NUMBER(number, name) number,
+#define XPP_NAME(number, name) " " #name
+#define XPP_LETTER(letter) #letter
+#define XPP_FIELD(name) int64_t name = 0;
+#define XPP_FIELD_NAME(name) " " #name
+#define XPP_ONE(name) +1
+
+enum class Op : int32_t { XPP_OPS(XPP_NUMBER) };
+enum class Event : int64_t { XPP_EVENTS(XPP_NUMBER) };
+enum class FailureKind : int32_t { XPP_FAILURES(XPP_NUMBER) };
+
+constexpr char kDirections[] = XPP_DIRECTIONS(XPP_LETTER);
+
+struct Record {
+  XPP_RECORD_FIELDS(XPP_FIELD)
+};
+struct MarkFields {
+  XPP_MARK_FIELDS(XPP_FIELD)
+};
+struct RouteFields {
+  XPP_ROUTE_FIELDS(XPP_FIELD)
+};
+struct RowFields {
+  XPP_ROW_FIELDS(XPP_FIELD)
+};
+struct InboxStats {
+  XPP_STATS_FIELDS(XPP_FIELD)
+};
+
+constexpr size_t kRouteFields = XPP_ROUTE_FIELDS(XPP_ONE);
+constexpr size_t kRowFields = XPP_ROW_FIELDS(XPP_ONE);
+
+// All of it, as `native.abi.text` writes it.
+constexpr char kAbi[] =
+    "ops" XPP_OPS(XPP_NAME) "\n"
+    "events" XPP_EVENTS(XPP_NAME) "\n"
+    "failures" XPP_FAILURES(XPP_NAME) "\n"
+    "directions" XPP_DIRECTIONS(XPP_FIELD_NAME) "\n"
+    "kinds" XPP_KINDS(XPP_FIELD_NAME) "\n"
+    "record" XPP_RECORD_FIELDS(XPP_FIELD_NAME) "\n"
+    "mark" XPP_MARK_FIELDS(XPP_FIELD_NAME) "\n"
+    "route" XPP_ROUTE_FIELDS(XPP_FIELD_NAME) "\n"
+    "row" XPP_ROW_FIELDS(XPP_FIELD_NAME) "\n"
+    "stats" XPP_STATS_FIELDS(XPP_FIELD_NAME) "\n";
+
+}  // namespace xla_pp

@@ -1,0 +1,91 @@
+"""Python and the compiled library agree on every number and field."""
+
+import ctypes
+import re
+
+import pytest
+from torchrun import ROOT
+
+from torch_xla_pp.native import abi, loader
+
+pytestmark = pytest.mark.pure
+
+_LISTS = {
+    "XPP_OPS": "ops",
+    "XPP_EVENTS": "events",
+    "XPP_FAILURES": "failures",
+    "XPP_DIRECTIONS": "directions",
+    "XPP_KINDS": "kinds",
+    "XPP_RECORD_FIELDS": "record",
+    "XPP_MARK_FIELDS": "mark",
+    "XPP_ROUTE_FIELDS": "route",
+    "XPP_ROW_FIELDS": "row",
+    "XPP_STATS_FIELDS": "stats",
+}
+
+
+def lists_in_csrc() -> dict[str, tuple[str, ...]]:
+    """Read the lists of abi.h: of each entry, the name that it has in Python."""
+    source = (ROOT / "csrc" / "abi.h").read_text()
+    source = re.sub(r"/\*.*?\*/", "", source, flags=re.DOTALL)
+    lists = re.findall(r"#define (\w+)\(X\)((?:.*\\\n)*.*)", source)
+    return {
+        _LISTS[name]: tuple(re.findall(r"X\((?:\w+, )?(\w+)\)", entries))
+        for name, entries in lists
+    }
+
+
+def text_of(lists: dict[str, tuple[str, ...]]) -> str:
+    return "".join(f"{name} {' '.join(rest)}\n" for name, rest in lists.items())
+
+
+def test_the_mirror_has_all_that_the_library_states() -> None:
+    assert lists_in_csrc() == abi.ABI
+
+
+def test_numbers_are_places() -> None:
+    for numbers in (abi.Event, abi.FailureKind):
+        assert [int(number) for number in numbers] == [*range(len(numbers))]
+
+
+@pytest.fixture
+def library() -> ctypes.CDLL:
+    try:
+        return loader.library()
+    except loader.Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+def test_the_library_that_is_built_says_the_same_of_itself(
+    library: ctypes.CDLL,
+) -> None:
+    assert library.xpp_abi().decode() == text_of(abi.ABI)
+
+
+def test_differences_are_all_told() -> None:
+    text = text_of(abi.ABI)
+    assert abi.faults_of(text) == []
+    assert abi.faults_of(text.replace("tile offset", "offset tile")) == [
+        "row: expected tensor source tile offset run, got tensor source offset tile run"
+    ]
+    assert abi.faults_of(text + "more of it\n") == ["more: expected none, got of it"]
+    assert len(abi.faults_of("")) == len(abi.ABI)
+
+
+def test_another_library_is_not_used(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(abi.ABI, "kinds", ("F", "B"))
+    with pytest.raises(
+        loader.Unavailable, match="does not fit .*: kinds: expected F B,"
+    ):
+        loader.library.__wrapped__()
+    with pytest.raises(loader.Unavailable, match="does not say what it is"):
+        loader._check(ctypes.CDLL(None))
+
+
+def test_a_row_has_exactly_its_fields() -> None:
+    row = abi.row_of(abi.MARK_FIELDS, microbatch=3, kind=1, stage=2)
+    assert row == [1, 2, 3]
+    with pytest.raises(TypeError, match="expected kind, stage, microbatch, got kind"):
+        abi.row_of(abi.MARK_FIELDS, kind=1)

@@ -1,0 +1,31 @@
+"""The compiled library (`csrc/`), as Python sees it."""
+
+from torch_xla_pp.native import notes
+from torch_xla_pp.native.abi import (
+    DIRECTIONS,
+    ROUTE_FIELDS,
+    ROW_FIELDS,
+    Direction,
+    Event,
+    row_of,
+)
+from torch_xla_pp.native.engine import Engine, Failure, Stats
+from torch_xla_pp.native.loader import Unavailable, library, register_target
+from torch_xla_pp.native.notes import Note
+
+__all__ = [
+    "DIRECTIONS",
+    "Direction",
+    "Engine",
+    "Event",
+    "Failure",
+    "Note",
+    "ROUTE_FIELDS",
+    "ROW_FIELDS",
+    "Stats",
+    "Unavailable",
+    "library",
+    "notes",
+    "register_target",
+    "row_of",
+]

@@ -1,0 +1,98 @@
+"""What Python and the compiled library agree on: the mirror of `csrc/abi.h`.
+
+Numbers are places in these tuples. Fields are rows of int64 in this order.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Literal, get_args
+
+from torch_xla_pp.schedule import KINDS
+
+Op = Literal["send", "receive", "begin", "end", "product"]
+Direction = Literal["F", "B", "S"]
+"""What a message carries: "F" values, "B" their gradients, "S" sums of gradients that
+copies of a parameter add up, be they in other stages or in other replicas."""
+
+
+class Event(IntEnum):
+    """What a program did, by the recorder's notes."""
+
+    BEGAN = 0
+    ENDED = 1
+    SENT = 2
+    ASKED = 3
+    ARRIVED = 4
+
+
+class FailureKind(IntEnum):
+    """Why a generation has failed, if it has."""
+
+    NONE = 0
+    ERROR = 1
+    TIMEOUT = 2
+    REPORT = 3
+
+
+OPS: tuple[Op, ...] = get_args(Op)
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+RECORD_FIELDS = (
+    "event",
+    "time_ns",
+    "num_bytes",
+    "direction",
+    "stage",
+    "origin",
+    "microbatch",
+)
+MARK_FIELDS = ("kind", "stage", "microbatch")
+ROUTE_FIELDS = (
+    "engine",
+    "generation",
+    "peer",
+    "direction",
+    "stage",
+    "origin",
+    "microbatch",
+    "digest",
+    "num_devices",
+    "num_sources",
+    "num_levels",
+)
+ROW_FIELDS = ("tensor", "source", "tile", "offset", "run")
+STATS_FIELDS = ("held_bytes", "num_messages", "num_waiting")
+
+ABI = {
+    "ops": OPS,
+    "events": tuple(event.name.lower() for event in Event),
+    "failures": tuple(kind.name.lower() for kind in FailureKind),
+    "directions": DIRECTIONS,
+    "kinds": KINDS,
+    "record": RECORD_FIELDS,
+    "mark": MARK_FIELDS,
+    "route": ROUTE_FIELDS,
+    "row": ROW_FIELDS,
+    "stats": STATS_FIELDS,
+}
+
+
+def row_of(fields: Sequence[str], **values: int) -> list[int]:
+    """Put values into the order of fields.
+
+    Raises:
+        TypeError: A field has no value, or a value no field.
+    """
+    if values.keys() != set(fields):
+        raise TypeError(f"row: expected {', '.join(fields)}, got {', '.join(values)}.")
+    return [values[field] for field in fields]
+
+
+def faults_of(text: str) -> list[str]:
+    """Return where a library, by the text that it gives of itself, is another one."""
+    theirs = {name: tuple(rest) for name, *rest in map(str.split, text.splitlines())}
+    return [
+        f"{name}: expected {' '.join(ABI.get(name, ('none',)))}, got "
+        f"{' '.join(theirs.get(name, ('none',)))}"
+        for name in dict.fromkeys([*ABI, *theirs])
+        if ABI.get(name) != theirs.get(name)
+    ]
