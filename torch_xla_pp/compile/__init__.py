@@ -1,8 +1,10 @@
 """Compile stages: from a module to XLA programs that are traced once."""
 
-from torch_xla_pp.compile.export import JointGraph, export_joint, marking_checkpoints
+from torch_xla_pp.compile.checkpoint_regions import marking_checkpoints
+from torch_xla_pp.compile.export import export_joint
 from torch_xla_pp.compile.group_sums.group_gradients import Grouping
 from torch_xla_pp.compile.group_sums.row_groups import RowGroups
+from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.loss_program import LossProgram
 from torch_xla_pp.compile.lowering import Constraints
 from torch_xla_pp.compile.names import (

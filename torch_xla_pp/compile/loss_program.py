@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.captured_tensors import Constants
-from torch_xla_pp.compile.export import JointGraph, export_joint
+from torch_xla_pp.compile.export import export_joint
+from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.lowering import Constraints
 from torch_xla_pp.compile.names import (
     buffer_role,

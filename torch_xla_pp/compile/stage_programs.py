@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.captured_tensors import Constants
-from torch_xla_pp.compile.export import JointGraph
 from torch_xla_pp.compile.group_sums.group_gradients import Grouping, group_gradients
+from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.lowering import Constraints
 from torch_xla_pp.compile.names import accumulated, accumulator, given_grad
 from torch_xla_pp.compile.partition import Remat, partition_joint
