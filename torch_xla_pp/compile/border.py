@@ -22,13 +22,13 @@ from torch_xla_pp.transport import ShardLayout, receive_op, send_op
 
 
 class Border(NamedTuple):
-    """List the values of one message, in its order.
+    """The values of one message, in its order.
 
     Attributes:
         stage: The stage on the other side.
         names: What the values are called in the functions of a stage; None for a
             value that nothing computes, which is sent as zeros.
-        layouts: How they lie on the devices of this rank.
+        layouts: Their layouts on the devices of this rank.
     """
 
     stage: int
