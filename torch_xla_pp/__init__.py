@@ -36,9 +36,9 @@ if sys.orig_argv[1:3] != ["-m", "torch_xla_pp"]:
     )
     from torch_xla_pp.schedule import Action, Schedule
     from torch_xla_pp.spmd_pipeline import spmd_pipeline
-    from torch_xla_pp import xla_compat
+    from torch_xla_pp import cpu
 
-    xla_compat.size_pool()
+    cpu.prepare()
 
 __all__ = [
     "Action",

@@ -24,8 +24,7 @@ import torch_xla.runtime as xr
 from torch import Tensor
 from torch_xla.distributed.spmd import XLAShardedTensor
 
-from torch_xla_pp import elf, env, heap
-from torch_xla_pp.errors import PipelineError
+from torch_xla_pp import elf, env
 
 _XLAC = torch_xla._XLAC
 
@@ -57,47 +56,17 @@ def enable_spmd() -> None:
     """
     if not xr.is_spmd():
         xr.use_spmd()
-    is_cpu = xr.device_type() == "CPU"
-    if is_cpu:
-        heap.keep_freed(env.malloc_choices())
-        size_pool()
     _XLAC._init_computation_client()
-    if is_cpu:
-        _check_pool()
 
 
-def size_pool() -> None:
-    """Give the client for CPU devices the threads it needs, unless there is one yet.
-
-    Called when the package is imported, too, so that it holds for a client that the
-    program makes itself.
-    """
-    if not _XLAC._xla_runtime_is_initialized():
-        env.size_pool(_num_threads(env.num_cpu_devices()))
+def has_client() -> bool:
+    """Return whether this process has a client of XLA."""
+    return bool(_XLAC._xla_runtime_is_initialized())
 
 
-def _num_threads(num_devices: int) -> int:
-    """Return how many threads a client for CPU devices needs so as not to stand still.
-
-    Programs are launched by threads of its pool, one for each device at once, and run
-    on others, one for each device, since those of one launch begin when the launch
-    before has ended; all of these may wait. One more is for copies. With one device
-    programs are launched by their caller. See docs/design/024-in-flight.md.
-    """
-    return 2 if num_devices == 1 else 2 * num_devices + 1
-
-
-def _check_pool() -> None:
-    """Refuse a client that was made before, with too few threads."""
-    count = num_local_devices()
-    found, needed = env.pool_size(), _num_threads(count)
-    if found < needed:
-        raise PipelineError(
-            f"XLA's client was made with {found} threads for {count} devices: expected "
-            f"at least {needed}, or programs can wait for each other for ever. Import "
-            "torch_xla_pp before anything uses XLA, and set CPU_NUM_DEVICES before "
-            f"that; or set PJRT_NPROC={needed} at the launch."
-        )
+def device_kind() -> str:
+    """Return the kind of this process's devices: "CPU", "TPU", ..."""
+    return str(xr.device_type())
 
 
 def is_spmd() -> bool:

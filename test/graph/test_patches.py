@@ -1,12 +1,15 @@
 """What was put in a place is gone afterwards, and what was there is back."""
 
 import types
+from pathlib import Path
 
 import pytest
 
 from torch_xla_pp.graph import replaced
 
 pytestmark = pytest.mark.pure
+
+PACKAGE = Path(__file__).parents[2] / "torch_xla_pp"
 
 
 class Base:
@@ -43,3 +46,9 @@ def test_what_is_not_there_is_not_replaced() -> None:
     with pytest.raises(AttributeError, match="gone"), replaced(Base, "gone", 1):
         pass
     assert not hasattr(Base, "gone")
+
+
+def test_the_package_mocks_nothing() -> None:
+    files = [*PACKAGE.rglob("*.py")]
+    assert files
+    assert [file for file in files if "unittest" in file.read_text()] == []

@@ -6,7 +6,7 @@ from torch_xla_pp.compile.group_sums.group_gradients import Grouping
 from torch_xla_pp.compile.group_sums.row_groups import RowGroups
 from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.loss_program import LossProgram
-from torch_xla_pp.compile.lowering import Constraints
+from torch_xla_pp.compile.lowering import Rule
 from torch_xla_pp.compile.names import (
     MARK,
     accumulator,
@@ -28,6 +28,7 @@ from torch_xla_pp.compile.partition import (
     check_remat,
     partition_joint,
 )
+from torch_xla_pp.compile.product_rules import Constraints, LibraryProducts
 from torch_xla_pp.compile.program import Program
 from torch_xla_pp.compile.program_spec import ProgramSpec
 from torch_xla_pp.compile.replicas import ReplicaMeans
@@ -43,6 +44,7 @@ __all__ = [
     "Function",
     "Grouping",
     "JointGraph",
+    "LibraryProducts",
     "LossProgram",
     "MARK",
     "Program",
@@ -50,6 +52,7 @@ __all__ = [
     "Remat",
     "ReplicaMeans",
     "RowGroups",
+    "Rule",
     "SharedSums",
     "StageFunctions",
     "StagePrograms",

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.border import Border
-from torch_xla_pp.compile.lowering import Constraints
+from torch_xla_pp.compile.lowering import Rule
 from torch_xla_pp.compile.names import (
     accumulator,
     input_role,
@@ -79,6 +79,7 @@ class StageSpecs:
         outputs: Output index → name, of those that the forward returns.
         handed_on: Input index → name, of received ones that the forward returns.
         kept: Names of what the backwards read of one microbatch's forward.
+        residual: Names of what the second half of a backward reads.
         input_grads: Input index → name of its gradient, None for zero; of those that
             the backward does not send.
     """
@@ -87,6 +88,7 @@ class StageSpecs:
     outputs: Mapping[int, str]
     handed_on: Mapping[int, str]
     kept: frozenset[str]
+    residual: frozenset[str]
     input_grads: Mapping[int, str | None]
 
 
@@ -114,7 +116,8 @@ def stage_specs(
     borders: Borders,
     pins: Mapping[str, xla_compat.OpSharding],
     num_inputs: int,
-    constraints: Constraints | None = None,
+    rules: Sequence[Rule] = (),
+    used: Mapping[str, xla_compat.OpSharding] | None = None,
 ) -> StageSpecs:
     """Return the table of a stage's programs.
 
@@ -123,9 +126,10 @@ def stage_specs(
         borders: What they receive and send themselves.
         pins: See `pins_of`.
         num_inputs: How many tensor inputs the stage has.
-        constraints: Shardings while programs run, None to leave them to XLA.
+        rules: See `ProgramSpec`.
+        used: See `ProgramSpec`.
     """
-    return _Table(functions, borders, pins, num_inputs, constraints).specs()
+    return _Table(functions, borders, pins, num_inputs, rules, used or {}).specs()
 
 
 class _Table:
@@ -137,12 +141,14 @@ class _Table:
         borders: Borders,
         pins: Mapping[str, xla_compat.OpSharding],
         num_inputs: int,
-        constraints: Constraints | None,
+        rules: Sequence[Rule],
+        used: Mapping[str, xla_compat.OpSharding],
     ) -> None:
         self._functions = functions
         self._borders = borders
         self._pins = pins
-        self._constraints = constraints
+        self._rules = rules
+        self._used = used
         self._inputs = [input_role(i) for i in range(num_inputs)]
         self._parts = borders.tangent_parts()
         self._tangents = [tangent(i) for i in range(len(functions.outputs))]
@@ -185,6 +191,7 @@ class _Table:
             outputs=outputs,
             handed_on=handed_on,
             kept=frozenset(kept),
+            residual=frozenset(weight.inputs),
             input_grads=self._input_grads,
         )
 
@@ -197,7 +204,8 @@ class _Table:
             received=_messages(self._borders.inputs, lambda i, _: input_role(i)),
             sent=_messages(self._borders.outputs, lambda i, _: outputs[i]),
             wanted=wanted,
-            constraints=self._constraints,
+            rules=self._rules,
+            used=self._used,
         )
 
     def _backward(self) -> ProgramSpec:
@@ -210,7 +218,8 @@ class _Table:
             sent=self._going_back,
             parts=self._parts,
             wanted=self._returned | {*self._functions.parameter_grads.values()},
-            constraints=self._constraints,
+            rules=self._rules,
+            used=self._used,
         )
 
     def _backward_input(self, weight: ProgramSpec) -> ProgramSpec:
@@ -223,7 +232,8 @@ class _Table:
             sent=self._going_back,
             parts=self._parts,
             wanted=self._returned.union(weight.inputs),
-            constraints=self._constraints,
+            rules=self._rules,
+            used=self._used,
         )
 
     def _backward_weight(self) -> ProgramSpec:
@@ -235,7 +245,8 @@ class _Table:
             donated=self._sums,
             received=() if is_second else self._coming_back,
             parts={} if is_second else self._parts,
-            constraints=self._constraints,
+            rules=self._rules,
+            used=self._used,
         )
 
     @property

@@ -284,7 +284,8 @@ class StagePlan:
             state.shardings(),
             links.borders,
             remat=self.remat,
-            constraints=state.constraints(),
+            rules=world.lowering_rules(),
+            used=state.used_shardings(),
             grouping=grouping_of(world, self.inputs, outputs, state.layouts()),
         )
         lacking = tuple(

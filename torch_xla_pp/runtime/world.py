@@ -9,7 +9,8 @@ import torch
 import torch_xla.distributed.spmd as xs
 from torch import Tensor
 
-from torch_xla_pp import xla_compat
+from torch_xla_pp import cpu, xla_compat
+from torch_xla_pp.compile import Constraints, LibraryProducts, Rule
 from torch_xla_pp.hlo import REPLICATED, OpShardingArgs, stacked
 from torch_xla_pp.mesh import (
     AxisRules,
@@ -146,6 +147,22 @@ class World:
         return self.sharding(
             tuple(None if name is None else rules.mesh_axis(name) for name in axes)
         )
+
+    @property
+    def is_constrained(self) -> bool:
+        """Return whether axis rules have a say while programs run.
+
+        They have none on one device that multiplies with PyTorch's library: it has all
+        of every value.
+        """
+        return self.rules is not None and cpu.library_product() is None
+
+    def lowering_rules(self) -> tuple[Rule, ...]:
+        """Return what operations of this rank's programs are run by."""
+        multiply = cpu.library_product()
+        if multiply is not None:
+            return (LibraryProducts(multiply=multiply),)
+        return (Constraints(layout=self.constraint),) if self.is_constrained else ()
 
     def constraint_faults(
         self, constraints: Iterable[tuple[LogicalAxes, tuple[int, ...]]]

@@ -25,7 +25,7 @@ import torch._functorch.aot_autograd  # noqa: F401
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from torch_xla_pp import xla_compat
+from torch_xla_pp import cpu
 from torch_xla_pp.env import set_defaults
 
 _PR_SET_PDEATHSIG = 1
@@ -41,7 +41,7 @@ def main(parent: Connection, log: str, env: dict[str, str]) -> None:
     os.environ.update(env)
     # What an import of the package does, with this environment.
     set_defaults()
-    xla_compat.size_pool()
+    cpu.prepare()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     with parent:
         _serve(parent)
