@@ -10,7 +10,7 @@ from its dispatch to its end: some 0.2 ms of it are dispatch. Columns, as the JS
 them:
 
 ours_gflops: Floating-point operations per second in a program as stages have it.
-xla_gflops: The same with `TORCH_XLA_PP_PRODUCTS=xla`.
+xla_gflops: The same with XLA's products, as under `TORCH_XLA_PP_PRODUCTS=xla`.
 eager_gflops: The same in eager PyTorch.
 ratio, xla_ratio: Time in each program by time in eager PyTorch.
 """
@@ -72,7 +72,9 @@ def program(
     function = Function(
         name="product", module=module, inputs=names, outputs=("result",)
     )
-    compiled = Program(ProgramSpec(function=function))
+    compiled = Program(
+        ProgramSpec(function=function, rules=programs.rules_of(products))
+    )
     device = xla_compat.device()
     values = {n: a.to(device) for n, a in zip(names, arguments, strict=True)}
 
@@ -80,7 +82,6 @@ def program(
         compiled(values)
         xla_compat.wait_device()
 
-    os.environ["TORCH_XLA_PP_PRODUCTS"] = products
     run()
     return run
 

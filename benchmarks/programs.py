@@ -23,7 +23,9 @@ NUM_LAYERS = (1, 2, 4, 8)
 class Alone:
     """The programs of a middle stage, with the values that they read."""
 
-    def __init__(self, module: nn.Module, x: Tensor, grad: Tensor) -> None:
+    def __init__(
+        self, module: nn.Module, x: Tensor, grad: Tensor, products: str = "torch"
+    ) -> None:
         import torch_xla_pp as xpp
         from torch_xla_pp import xla_compat
         from torch_xla_pp.compile import StagePrograms, export_joint
@@ -43,7 +45,9 @@ class Alone:
         joint = export_joint(module, [example], {})
         self.fixed = {f"param:{name}": upload(value) for name, value in named.items()}
         shardings = dict.fromkeys(self.fixed, whole)
-        self.programs = StagePrograms(joint, [whole], [whole], shardings)
+        self.programs = StagePrograms(
+            joint, [whole], [whole], shardings, rules=rules_of(products)
+        )
         self.sums = self.programs.start_sums(self.fixed, {})
         self.x, self.grad = upload(x), upload(grad)
         self.live: dict[str, Tensor] = {}
@@ -75,6 +79,15 @@ class Alone:
         fixed = {**self.fixed, **self.sums}
         self.sums = self.programs.backward_weight(fixed, self.live)
         self.wait()
+
+
+def rules_of(products: str) -> tuple[Any, ...]:
+    """Return what operations are run by where "torch" or "xla" multiplies matrices."""
+    from torch_xla_pp import cpu
+    from torch_xla_pp.compile import LibraryProducts
+
+    multiply = cpu.library_product() if products == "torch" else None
+    return () if multiply is None else (LibraryProducts(multiply=multiply),)
 
 
 def split_backward(size_name: str, core: int) -> list[dict[str, Any]]:

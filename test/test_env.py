@@ -40,12 +40,13 @@ def test_flags_for_xla_are_added_to_the_users_and_never_replace_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=here")
+    assert env.add_xla_flag("xla_some", "false")
+    assert not env.add_xla_flag("xla_some", "false")
+    assert os.environ["XLA_FLAGS"] == "--xla_dump_to=here --xla_some=false"
+    assert not env.add_xla_flag("xla_dump_to", "there")
+    monkeypatch.delenv("XLA_FLAGS")
     env.set_defaults()
-    env.set_defaults()
-    assert os.environ["XLA_FLAGS"] == "--xla_dump_to=here --xla_cpu_use_xnnpack=false"
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_xnnpack=true")
-    env.set_defaults()
-    assert os.environ["XLA_FLAGS"] == "--xla_cpu_use_xnnpack=true"
+    assert "XLA_FLAGS" not in os.environ
 
 
 def test_analyses_go_to_a_file_of_the_process_unless_the_user_chooses(
@@ -76,7 +77,7 @@ def test_programs_are_written_into_the_ranks_folder(
     monkeypatch.setenv("TORCH_XLA_PP_DUMP_DIR", str(tmp_path))
     monkeypatch.setenv("RANK", "3")
     assert env.dump_dir() == tmp_path / "rank3"
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_xnnpack=true")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_some=true")
     env.set_defaults()
     assert f"--xla_dump_to={tmp_path}/rank3/hlo --xla_dump" in os.environ["XLA_FLAGS"]
 

@@ -11,10 +11,10 @@ pytestmark = pytest.mark.pure
 PACKAGE = "torch_xla_pp"
 ROOT = Path(__file__).parent.parent / PACKAGE
 LAYERS = (
-    ("errors", "env", "text", "heap"),
+    ("errors", "env", "text"),
     ("mesh", "schedule", "timeline", "xla_compat", "dump"),
     ("hlo", "native"),
-    ("deferred", "transport"),
+    ("cpu", "deferred", "transport"),
     ("graph", "world"),
     ("plan", "simulate", "torch_compat"),
     ("compile",),

@@ -30,20 +30,28 @@ def set_defaults() -> None:
     """Set what torch_xla reads when it is loaded, unless the user has set it.
 
     XLA's partitioner prints one notice of its future removal per compiled program;
-    errors are still printed. On CPU devices XLA's matrix products are faster without
-    XNNPACK, see docs/performance/step.md; other devices ignore that flag. With
-    `TORCH_XLA_PP_DUMP_DIR` XLA writes its programs, too. What memory programs need,
-    torch_xla tells nowhere but in its analyses: they go to a file without a name.
+    errors are still printed. With `TORCH_XLA_PP_DUMP_DIR` XLA writes its programs, too.
+    What memory programs need, torch_xla tells nowhere but in its analyses: they go to a
+    file without a name. What CPU devices need besides is set by `cpu.prepare`.
     """
     _keep_analyses()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_cpu_use_xnnpack" not in flags:
-        flags = f"{flags} --xla_cpu_use_xnnpack=false"
     folder = dump_dir()
-    if folder is not None and "xla_dump_to" not in flags:
-        flags = f"{flags} --xla_dump_to={folder / 'hlo'} --xla_dump_hlo_as_text"
-    os.environ["XLA_FLAGS"] = flags.strip()
+    if folder is not None and add_xla_flag("xla_dump_to", str(folder / "hlo")):
+        add_xla_flag("xla_dump_hlo_as_text", "true")
+
+
+def add_xla_flag(name: str, value: str) -> bool:
+    """Add a flag for XLA's next client, unless the user names it.
+
+    Returns:
+        Whether it was added.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if name in flags:
+        return False
+    os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()
+    return True
 
 
 def size_pool(num_threads: int) -> int:
@@ -63,17 +71,6 @@ def size_pool(num_threads: int) -> int:
     if found < num_threads:
         os.environ["PJRT_NPROC"] = str(num_threads)
     return max(found, num_threads)
-
-
-def threads_needed(num_devices: int) -> int:
-    """Return how many threads a client for CPU devices needs so as not to stand still.
-
-    Programs are launched by threads of its pool, one for each device at once, and run
-    on others, one for each device, since those of one launch begin when the launch
-    before has ended; all of these may wait. One more is for copies. With one device
-    programs are launched by their caller. See docs/design/024-in-flight.md.
-    """
-    return 2 if num_devices == 1 else 2 * num_devices + 1
 
 
 def pool_size() -> int:

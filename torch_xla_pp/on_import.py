@@ -23,18 +23,22 @@ BACKEND = "xla_pp"
 def prepare_process() -> None:
     """Set what torch_xla reads when it is loaded, and make the backend known."""
     env.set_defaults()
-    size_pool()
+    once_imported("torch_xla", _prepare_client_of_program)
     once_imported("torch.distributed", register_backend)
 
 
-def size_pool() -> None:
-    """Give a client for CPU devices that the program makes itself enough threads."""
-    if "torch_xla" not in sys.modules:
-        env.size_pool(env.threads_needed(env.num_cpu_devices()))
-        return
-    from torch_xla_pp import xla_compat
+def prepare_client() -> None:
+    """Set what a client of XLA needs that the program makes itself, once it can."""
+    if "torch_xla" in sys.modules:
+        from torch_xla_pp import cpu
 
-    xla_compat.size_pool()
+        cpu.prepare()
+
+
+def _prepare_client_of_program() -> None:
+    # A part of this package that loads torch_xla is not complete yet.
+    if f"{__package__}.xla_compat" not in sys.modules:
+        prepare_client()
 
 
 def register_backend() -> None:

@@ -24,8 +24,7 @@ import torch_xla.runtime as xr
 from torch import Tensor
 from torch_xla.distributed.spmd import XLAShardedTensor
 
-from torch_xla_pp import env, heap
-from torch_xla_pp.errors import PipelineError
+from torch_xla_pp import env
 
 _XLAC = torch_xla._XLAC
 
@@ -56,40 +55,16 @@ def enable_spmd() -> None:
     """
     if not xr.is_spmd():
         xr.use_spmd()
-    is_cpu = xr.device_type() == "CPU"
-    if is_cpu:
-        heap.keep_freed(env.malloc_choices())
-        size_pool()
     _XLAC._init_computation_client()
-    if is_cpu:
-        _check_pool()
 
 
-def size_pool() -> None:
-    """Give the client for CPU devices the threads it needs, unless there is one yet.
-
-    Called when the package is imported, too, so that it holds for a client that the
-    program makes itself.
-    """
-    if not _XLAC._xla_runtime_is_initialized():
-        env.size_pool(env.threads_needed(env.num_cpu_devices()))
-
-
-def _check_pool() -> None:
-    """Refuse a client that was made before, with too few threads."""
-    count = num_local_devices()
-    found, needed = env.pool_size(), env.threads_needed(count)
-    if found < needed:
-        raise PipelineError(
-            f"XLA's client was made with {found} threads for {count} devices: expected "
-            f"at least {needed}, or programs can wait for each other for ever. Import "
-            "torch_xla_pp before anything uses XLA, and set CPU_NUM_DEVICES before "
-            f"that; or set PJRT_NPROC={needed} at the launch."
-        )
+def has_client() -> bool:
+    """Return whether this process has a client of XLA."""
+    return bool(_XLAC._xla_runtime_is_initialized())
 
 
 def device_kind() -> str:
-    """Return the kind of this process's devices, such as "CPU"."""
+    """Return the kind of this process's devices: "CPU", "TPU", ..."""
     return str(xr.device_type())
 
 

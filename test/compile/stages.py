@@ -1,7 +1,7 @@
 """Run a module through its stage programs, and eagerly."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import (
-    Constraints,
     Forwarded,
     Grouping,
+    Rule,
     StagePrograms,
     export_joint,
 )
@@ -27,7 +27,8 @@ class Compiled:
         inputs: Sequence[Tensor],
         mesh: Any,
         remat: Remat = "none",
-        constraints: Constraints | None = None,
+        rules: Sequence[Rule] = (),
+        used: Mapping[str, Any] | None = None,
         grouping: Grouping | None = None,
         **kwargs: Any,
     ) -> None:
@@ -55,7 +56,8 @@ class Compiled:
             [self.rows(v) for v in inputs],
             dict.fromkeys(self.fixed, self.whole),
             remat=remat,
-            constraints=constraints,
+            rules=rules,
+            used=used,
             grouping=grouping,
         )
 

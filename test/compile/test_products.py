@@ -6,16 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+import torch.distributed as dist
+from joining import join
+from torch import Tensor, fx, nn
+from torch.distributed.pipelining import ScheduleGPipe
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import Function, Program, ProgramSpec
-from torch_xla_pp.compile.products import OwnProducts, has_own_products
+import torch_xla_pp as xpp
+from torch_xla_pp import cpu, native, xla_compat
+from torch_xla_pp.compile import Function, LibraryProducts, Program, ProgramSpec
+from torch_xla_pp.compile.lowering import Lowering
+from torch_xla_pp.cpu.products import multiply
 from torch_xla_pp.testing import Worlds
 
 pytestmark = pytest.mark.worlds
 
+RULES = (LibraryProducts(multiply=multiply),)
 # The last one is cut into parts for several threads.
 SIDES = ((1, 1, 1), (3, 5, 7), (33, 64, 17), (1, 128, 300), (500, 128, 260))
 TURNS = ("", "t", "transpose", "permute", "twice")
@@ -38,7 +44,7 @@ def turned(value: Tensor, turn: str) -> Tensor:
 def own_calls(module: fx.GraphModule, args: list[Tensor]) -> int:
     """Count the calls of the library in a graph."""
     device = [value.to(xla_compat.device()) for value in args]
-    outputs = OwnProducts(module, "test").run(*device)
+    outputs = Lowering(module, "test", RULES).run(*device)
     return xla_compat.hlo_text(list(outputs)).count('"torch_xla_pp.product.')
 
 
@@ -48,7 +54,7 @@ def check(call: Any, *args: Tensor, num_calls: int) -> None:
     names = tuple(f"x{i}" for i in range(len(args)))
     function = Function(name="test", module=module, inputs=names, outputs=("out",))
     values = [value.to(xla_compat.device()) for value in args]
-    program = Program(ProgramSpec(function=function))
+    program = Program(ProgramSpec(function=function, rules=RULES))
     (want,) = call(*args)
     for _ in range(2):
         got = program(dict(zip(names, values, strict=True)))["out"]
@@ -63,7 +69,7 @@ def product_of_turned(turns: tuple[str, str], *factors: Tensor) -> tuple[Tensor]
 
 def all_sides_and_turns() -> None:
     xla_compat.enable_spmd()
-    assert has_own_products()
+    assert cpu.library_product() is multiply
     torch.manual_seed(0)
     for rows, depth, columns in SIDES:
         left, right = torch.randn(rows, depth), torch.randn(depth, columns)
@@ -78,6 +84,7 @@ def test_products_are_right_for_all_sides_and_turns(worlds: Worlds) -> None:
 
 def others() -> None:
     xla_compat.enable_spmd()
+    assert cpu.library_product() is multiply
     torch.manual_seed(0)
     x, y, bias = torch.randn(4, 6), torch.randn(6, 5), torch.randn(5)
 
@@ -98,21 +105,54 @@ def test_what_the_library_does_not_do_is_left_to_xla(worlds: Worlds) -> None:
 def test_ranks_of_several_devices_leave_products_to_xla() -> None:
     xla_compat.enable_spmd()
     assert xla_compat.num_local_devices() == 2
-    assert not has_own_products()
+    assert cpu.library_product() is None
 
 
-def switched_off(text: str) -> bool:
-    xla_compat.enable_spmd()
+def products_of_a_step() -> list[str]:
+    """Train a linear layer for a step; return the calls of the library by sides."""
+    join()
+    targets = []
+    register = native.register_target
+
+    def noted(target: str, op: native.Op) -> None:
+        targets.append(target)
+        register(target, op)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCH_XLA_PP_PRODUCTS", text)
-        return has_own_products()
+        patch.setattr(native, "register_target", noted)
+        stage = xpp.PipelineStage(nn.Linear(6, 5), 0, 1, xpp.device())
+        schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, z: (y @ z.t()).sum())
+        schedule.step(torch.randn(8, 6), target=torch.randn(8, 5))
+    dist.destroy_process_group()
+    return [target.removeprefix("torch_xla_pp.product.") for target in targets]
 
 
-def test_the_user_has_the_choice(worlds: Worlds) -> None:
-    def chosen(text: str) -> list[bool]:
-        return worlds.run(
-            switched_off, ranks=1, devices=1, args=(text,), keep_workers=True
-        )
+def test_stages_and_losses_of_one_device_multiply_with_the_library(
+    worlds: Worlds,
+) -> None:
+    (found,) = worlds.run(products_of_a_step, ranks=1, keep_workers=True)
+    # Rows, depth, columns, and whether a factor is stored the other way around: the
+    # forward, the loss of 4 rows by 4 targets, and the gradients of both.
+    assert {"4.6.5.0.1", "4.5.4.0.1", "5.4.6.1.0"} <= {*found}
 
-    assert chosen("xla") == [False]
-    assert chosen("torch") == [True]
+
+def is_chosen_by(text: str) -> list[bool]:
+    """Return whether the library is used, before and after the variable changes."""
+    xla_compat.enable_spmd()
+    found = []
+    # As in a process that has just begun.
+    cpu.library_product.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        for value in (text, "torch", "xla"):
+            patch.setenv("TORCH_XLA_PP_PRODUCTS", value)
+            found.append(cpu.library_product() is not None)
+    cpu.library_product.cache_clear()
+    return found
+
+
+@pytest.mark.parametrize(("text", "is_used"), [("xla", False), ("torch", True)])
+def test_the_user_has_the_choice_once(worlds: Worlds, text: str, is_used: bool) -> None:
+    found = worlds.run(
+        is_chosen_by, ranks=1, devices=1, args=(text,), keep_workers=True
+    )
+    assert found == [[is_used] * 3]

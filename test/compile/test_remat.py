@@ -22,7 +22,8 @@ from torch.utils.checkpoint import (
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import Function, StageFunctions, export_joint
-from torch_xla_pp.compile.export import JointGraph, marking_checkpoints
+from torch_xla_pp.compile.checkpoint_regions import marking_checkpoints
+from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.partition import Remat, partition_joint
 from torch_xla_pp.errors import PipelineError
 

@@ -31,13 +31,13 @@ class Mlp(nn.Module):
         return shard(self.down(hidden).to(torch.float64), None, "embed").float()
 
 
-def constraints(mesh: Any, used: dict[str, Any] | None = None) -> Constraints:
+def constraints(mesh: Any) -> Constraints:
     """Split "mlp" over the devices, and nothing else."""
 
     def layout(axes: tuple[str | None, ...]) -> Any:
         return mesh.get_op_sharding(tuple("data" if a == "mlp" else None for a in axes))
 
-    return Constraints(layout, used or {})
+    return Constraints(layout=layout)
 
 
 def test_shard_is_the_identity_in_eager() -> None:
@@ -96,7 +96,8 @@ def test_values_are_laid_out_and_numbers_stay(mesh: Any, is_used_whole: bool) ->
         eager,
         [torch.zeros(4, 8, requires_grad=True)],
         mesh,
-        constraints=constraints(mesh, used),
+        rules=[constraints(mesh)],
+        used=used,
     )
     if is_used_whole:
         rows = mesh.get_op_sharding((None, "data"))
@@ -141,7 +142,7 @@ def test_products_with_dimensions_kept_apart_are_the_same(mesh: Any) -> None:
     eager = Attention()
     x = torch.randn(2, 3, 8, requires_grad=True)
     weight = torch.randn(2, 3, 8)
-    compiled = Compiled(eager, [x], mesh, constraints=constraints(mesh))
+    compiled = Compiled(eager, [x], mesh, rules=[constraints(mesh)])
     expected = eager(x)
     (expected * weight).sum().backward()
     result = compiled.forward([compiled.upload(x)])

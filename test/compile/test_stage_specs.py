@@ -79,9 +79,10 @@ def test_a_stage_alone_takes_and_returns_all_values() -> None:
 
 
 def test_what_backwards_read_is_kept_but_not_what_they_give_each_other() -> None:
-    kept = table().kept
-    assert {"y", "input:0"} <= kept
-    assert "dtanh" not in kept
+    specs = table()
+    assert {"y", "input:0"} <= specs.kept
+    assert "dtanh" not in specs.kept
+    assert {"dtanh", "input:0"} <= specs.residual
 
 
 def test_a_stage_in_the_middle_receives_first_and_sends_last() -> None:

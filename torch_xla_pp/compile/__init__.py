@@ -1,15 +1,17 @@
 """Compile stages: from a module to XLA programs that are traced once."""
 
 from torch_xla_pp.compile.border import Border
+from torch_xla_pp.compile.checkpoint_regions import marking_checkpoints
 from torch_xla_pp.compile.explanation import (
     Explanation,
     ProgramCost,
     bytes_of,
     costs_of,
 )
-from torch_xla_pp.compile.export import JointGraph, export_joint, marking_checkpoints
+from torch_xla_pp.compile.export import export_joint
+from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.loss_program import LossProgram
-from torch_xla_pp.compile.lowering import Constraints
+from torch_xla_pp.compile.lowering import Rule
 from torch_xla_pp.compile.names import (
     MARK,
     BucketKind,
@@ -37,8 +39,10 @@ from torch_xla_pp.compile.partition import (
     nothing,
     partition_joint,
 )
+from torch_xla_pp.compile.product_rules import Constraints, LibraryProducts
 from torch_xla_pp.compile.program import Program
 from torch_xla_pp.compile.program_spec import ProgramSpec
+from torch_xla_pp.compile.rank_rules import is_constrained, rules_of
 from torch_xla_pp.compile.sizes import Sizes, device_bytes
 from torch_xla_pp.compile.stage_compiler import (
     CompiledStage,
@@ -61,12 +65,14 @@ __all__ = [
     "Forwarded",
     "Function",
     "JointGraph",
+    "LibraryProducts",
     "LossProgram",
     "MARK",
     "Program",
     "ProgramCost",
     "ProgramSpec",
     "Remat",
+    "Rule",
     "Sizes",
     "StageCompiler",
     "StageFunctions",
@@ -87,6 +93,7 @@ __all__ = [
     "input_grad",
     "input_role",
     "is_buffer",
+    "is_constrained",
     "marking_checkpoints",
     "name_in_module",
     "nothing",
@@ -97,6 +104,7 @@ __all__ = [
     "route_out",
     "shared_part",
     "shared_total",
+    "rules_of",
     "tangent",
     "tangent_name",
 ]

@@ -8,7 +8,7 @@ from torch_xla_pp import xla_compat
 
 
 class Constants:
-    """Hold captured tensors by role, uploaded again after they were written to.
+    """Captured tensors by role, uploaded again after they were written to.
 
     A tensor that was captured is an operand of the programs, so that what is written
     to it in place between two calls counts, as in eager mode.

@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Decomposition(NamedTuple):
-    """Say what stands in for an operation.
+    """What stands in for an operation.
 
     Attributes:
         function: Takes its arguments; may return NotImplemented for those with which
@@ -179,7 +179,7 @@ def _vdot(left: Tensor, right: Tensor) -> Any:
 def _as_strided(
     x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> Tensor:
-    """Read a value as it would lie in memory, which XLA's values do not."""
+    """Read a value by its strides in memory, which XLA's values do not have."""
     stored, _ = _memory(x)
     if not offset and tuple(size) == tuple(x.shape):
         kept = [dim for dim, count in enumerate(size) if count > 1]
@@ -254,7 +254,7 @@ def _averages(x: Tensor, dim: int, count: int) -> Tensor:
 
 
 class _Hinges(TorchFunctionMode):
-    """Put functions that have a gradient of 0 at their kinks in place of clamps."""
+    """A mode in which clamps have a gradient of 0 at their kinks."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

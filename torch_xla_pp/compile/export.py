@@ -4,25 +4,14 @@ The joint graph comes from AOTAutograd. It is functional: parameters, buffers an
 constants are inputs, updated buffers are outputs. Its placeholders are named by
 their role, see `compile.names`, and its results are listed by role in `JointGraph`.
 This is the only file that uses the insides of AOTAutograd and `torch._guards`.
-
-Functions under `torch.utils.checkpoint.checkpoint` are traced as all others, and only
-marked: a *region* is all that one outermost call of `checkpoint` runs. This is the
-only file that uses the insides of `torch.utils.checkpoint` and `torch.fx.traceback`.
-Differences to eager: a region under `use_reentrant=True` has gradients even if none
-of its arguments has; buffers are not updated a second time in the backward; and of
-`context_fn`, only the contexts that `create_selective_checkpoint_contexts` makes are
-taken.
 """
 
 import contextlib
 import inspect
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from traceback import walk_tb
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -37,7 +26,6 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback
@@ -45,15 +33,19 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _mode_utils
 from torch.utils import _pytree as pytree
-from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._mode_utils import no_dispatch
-from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_xla_pp import xla_compat
+from torch_xla_pp.compile.checkpoint_regions import (
+    REGION,
+    marking_checkpoints,
+    read_regions,
+)
 from torch_xla_pp.compile.decompositions import (
     functions_in_autograd,
     functions_in_graph,
 )
+from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.layer_norm import layer_norm
 from torch_xla_pp.compile.lines import place_of, running_line
 from torch_xla_pp.compile.names import (
@@ -68,101 +60,13 @@ from torch_xla_pp.compile.names import (
     parameter_role,
     tangent,
 )
-from torch_xla_pp.compile.ops import views
 from torch_xla_pp.errors import PipelineError
-from torch_xla_pp.graph import SHARD, Template, axes_of
-from torch_xla_pp.mesh import LogicalAxes
+from torch_xla_pp.graph import Template, replaced
 
 _WRAPPED = "module."
 
-# Fields of `node.meta`, those that torch.compile has for the same purpose: they are
-# copied from one trace to the next.
-_REGION = "ac_graph_id"
-_POLICY = "recompute"
+# A field of `node.meta` that is copied from one trace to the next.
 _LINE = "stack_trace"
-
-# These return their operand's value as it lies, maybe in another dtype.
-_SAME_VALUE = {
-    *views("same"),
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten.clone.default,
-}
-
-
-@dataclass(kw_only=True, slots=True)
-class JointGraph:
-    """Hold the joint graph of one stage for one signature.
-
-    Args:
-        graph: The FX graph; its placeholders are keyed by `roles`.
-        roles: Placeholder → role, see `compile.names`.
-        constants: Values of the placeholders of constants: literals, and tensors that
-            the module reads from closures, globals or attributes.
-        outputs: The node of each tensor output of the stage.
-        outputs_need_grad: Whether each of them has a gradient.
-        output_template: How the outputs are put together for the caller.
-        buffer_updates: Buffer role → node of its new value.
-        parameter_grads: Parameter role → node of its gradient.
-        input_grads: Input index → node of its gradient, None where the stage's
-            outputs do not depend on that input.
-        regions: Node → the region in which it was made; for a node of the backward,
-            that of the operation whose gradient it computes.
-        selected: Nodes that a selective checkpoint saves.
-
-    In-place updates of inputs are not kept: inputs belong to the pipeline.
-    """
-
-    graph: fx.GraphModule
-    roles: dict[fx.Node, str]
-    constants: dict[str, Tensor]
-    outputs: list[fx.Node]
-    outputs_need_grad: list[bool]
-    output_template: Template
-    buffer_updates: dict[str, fx.Node] = field(default_factory=dict)
-    parameter_grads: dict[str, fx.Node] = field(default_factory=dict)
-    input_grads: dict[int, fx.Node | None] = field(default_factory=dict)
-    regions: dict[fx.Node, int] = field(default_factory=dict)
-    selected: set[fx.Node] = field(default_factory=set)
-
-    @property
-    def constraints(self) -> list[tuple[LogicalAxes, Tensor]]:
-        """Return the axes that `shard` was called with, each with its value's metadata.
-
-        Those of gradients are among them.
-        """
-        nodes = self.graph.graph.find_nodes(op="call_function", target=SHARD)
-        return [(axes_of(node.args[1]), node.meta["val"]) for node in nodes]
-
-    @property
-    def output_axes(self) -> list[LogicalAxes | None]:
-        """Return the axes of each output that comes from `shard`, None for others.
-
-        In between there may be a change of dtype.
-        """
-        return [_constraint_of(node) for node in self.outputs]
-
-    @property
-    def num_random(self) -> int:
-        """Return how many random operations the stage has."""
-        return sum(is_random(node) for node in self.graph.graph.nodes)
-
-    @property
-    def example_outputs(self) -> list[tuple[Tensor, bool]]:
-        """Return the metadata of each output and whether it needs a gradient."""
-        values = [node.meta["val"] for node in self.outputs]
-        return list(zip(values, self.outputs_need_grad, strict=True))
-
-
-def _constraint_of(node: fx.Node) -> LogicalAxes | None:
-    while node.target in _SAME_VALUE:
-        node = node.all_input_nodes[0]
-    return axes_of(node.args[1]) if node.target is SHARD else None  # type: ignore[arg-type]
-
-
-def is_random(node: fx.Node) -> bool:
-    """Return whether a node draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
 
 _IN_PLACE_OF: Mapping[Any, Callable[..., Any]] = {
     functional.layer_norm: layer_norm,
@@ -172,7 +76,7 @@ _IN_PLACE_OF: Mapping[Any, Callable[..., Any]] = {
 
 
 class _Captures(TorchFunctionMode):
-    """Put inputs of a trace in place of tensors that it reads from elsewhere.
+    """A mode in which inputs of a trace stand for tensors read from elsewhere.
 
     Some functions are put in place of others, see `_IN_PLACE_OF`.
 
@@ -223,7 +127,7 @@ def _is_of_trace(value: Tensor) -> bool:
 
 
 class _TensorsOnly(nn.Module):
-    """Call a module with its tensor arguments alone and return tensors alone."""
+    """A module that takes the tensor arguments of another and returns its tensors."""
 
     def __init__(
         self,
@@ -287,7 +191,7 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     """Call a module; one that was traced hands on the marks of its nodes."""
     if not isinstance(module, fx.GraphModule):
         return module(*args, **kwargs)
-    if not any(_REGION in n.meta or _LINE in n.meta for n in module.graph.nodes):
+    if not any(REGION in n.meta or _LINE in n.meta for n in module.graph.nodes):
         return module(*args, **kwargs)
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
     return fx.Interpreter(module).run(*bound.args)
@@ -360,9 +264,8 @@ def _export(module: nn.Module, args: list[Tensor]) -> Any:
         marking_checkpoints(),
         torch.set_grad_enabled(True),
         tracing(TracingContext(fake)),
-        # So that modules do not choose by values, and `shard` is an operator.
-        mock.patch.object(torch.compiler, "_is_compiling_flag", True),
-        mock.patch.object(_mode_utils, "no_dispatch", _on_metadata),
+        _as_if_compiling(),
+        _views_on_metadata(),
         xla_compat.in_autograd(functions_in_autograd()),
         warnings.catch_warnings(),
     ):
@@ -386,13 +289,27 @@ def _note_operation(error: Exception) -> None:
         error.add_note(f"in {found}")
 
 
+def _as_if_compiling() -> contextlib.AbstractContextManager[None]:
+    """Let `torch.compiler.is_compiling` say yes.
+
+    So modules do not choose by values, and `shard` is an operator. Upstream sets the
+    flag in torch.compile and torch.export, not where AOTAutograd is called by itself.
+    """
+    return replaced(torch.compiler, "_is_compiling_flag", True)
+
+
+def _views_on_metadata() -> contextlib.AbstractContextManager[None]:
+    """Let views in place change nothing but the shape of functionalization's wrapper.
+
+    It repeats an operation such as `as_strided_` on its wrapper of a value, for which
+    torch_xla's kernels have no XLA tensor, see docs/upstreaming.md.
+    """
+    return replaced(_mode_utils, "no_dispatch", _on_metadata)
+
+
 @contextlib.contextmanager
 def _on_metadata() -> Iterator[None]:
-    """Let operations change nothing but the shape of the value that they are given.
-
-    Stands in for the context in which functionalization repeats an operation such as
-    `as_strided_` on its wrapper, for which torch_xla's kernels have no XLA tensor.
-    """
+    """Let operations change nothing but the shape of the value that they are given."""
     keys, key_set = torch._C.DispatchKey, torch._C.DispatchKeySet
     with no_dispatch():
         included = torch._C._dispatch_tls_local_include_set() | key_set(keys.Meta)
@@ -400,86 +317,6 @@ def _on_metadata() -> Iterator[None]:
         excluded |= key_set(keys.XLA) | key_set(keys.AutogradXLA)
         with torch._C._ForceDispatchKeyGuard(included, excluded):
             yield
-
-
-@contextlib.contextmanager
-def marking_checkpoints() -> Iterator[None]:
-    """Let traces inside of the context mark checkpointed functions on their nodes.
-
-    `export_joint` enters it itself; enter it around `torch.export` of a module, too,
-    for the marks to be on the nodes of the exported graph.
-
-    Raises:
-        PipelineError: A trace comes to a `checkpoint` whose `context_fn` is not
-            supported.
-    """
-    count = itertools.count()
-
-    def without_reentrant(
-        function: Any,
-        preserve_rng_state: bool,
-        context_fn: Callable[[], tuple[Any, Any]],
-        *_: Any,
-        **__: Any,
-    ) -> Iterator[None]:
-        with _region(count), _selection(context_fn):
-            yield
-
-    class Reentrant:
-        @staticmethod
-        def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-            with _region(count):
-                return function(*args)
-
-    def inline(_: Any, body: fx.GraphModule, *args: Any, **__: Any) -> Any:
-        if "_checkpoint_context_fn" in body.meta:
-            raise _unsupported_context("a context_fn in a model that is exported")
-        with _region(count) as region:
-            for node in body.graph.nodes:
-                node.meta[_REGION] = region
-            return fx.Interpreter(body).run(*args)
-
-    with (
-        mock.patch.multiple(
-            torch_checkpoint,
-            _checkpoint_without_reentrant_generator=without_reentrant,
-            CheckpointFunction=Reentrant,
-        ),
-        # What torch.export makes of a call of `checkpoint`, and then cannot export.
-        mock.patch.object(TagActivationCheckpoint, "__call__", inline),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _region(count: Iterator[int]) -> Iterator[int]:
-    """Mark the nodes made inside; an outer region goes on."""
-    before = dict(traceback.current_meta)
-    region: int = traceback.current_meta.setdefault(_REGION, next(count))
-    try:
-        yield region
-    finally:
-        for key in (_REGION, _POLICY):
-            traceback.current_meta.pop(key, None)
-            if key in before:
-                traceback.current_meta[key] = before[key]
-
-
-def _selection(context_fn: Callable[[], tuple[Any, Any]]) -> Any:
-    """Return the context that marks nodes with a selective checkpoint's policy."""
-    context, _ = context_fn()
-    known = (contextlib.nullcontext, torch_checkpoint._CachingTorchDispatchMode)
-    if not isinstance(context, known):
-        raise _unsupported_context(f"a context of type {type(context).__name__}")
-    return context
-
-
-def _unsupported_context(got: str) -> PipelineError:
-    return PipelineError(
-        "checkpoint: expected a context_fn that returns what "
-        "create_selective_checkpoint_contexts returns, in a model that is not "
-        f"exported, got {got}. Leave context_fn out, or build the stage by hand."
-    )
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
@@ -525,31 +362,11 @@ def _read(
     grads = results[len(mutated) + num_outputs :]
     if grads:
         _read_grads(read, primals, grads)
-    _read_regions(read)
+    read_regions(read)
     _read_lines(read)
     _merge_tied(read)
     _lift_constants(read)
     return read
-
-
-def _read_regions(joint: JointGraph) -> None:
-    """Sort the nodes by region.
-
-    A node of the backward has the sequence number of its operation, as has the
-    first node that the operation has in the forward.
-    """
-    region_of: dict[int, int | None] = {}
-    for node in joint.graph.graph.nodes:
-        number, region = node.meta.get("seq_nr"), node.meta.get(_REGION)
-        if node.meta.get("partitioner_tag") == "is_backward":
-            region = region_of.get(number)
-        elif number is not None:
-            region_of.setdefault(number, region)
-        if region is not None:
-            joint.regions[node] = region
-        policy = node.meta.get(_POLICY)
-        if policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
-            joint.selected.add(node)
 
 
 def _read_lines(joint: JointGraph) -> None:

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.captured_tensors import Constants
-from torch_xla_pp.compile.export import JointGraph, export_joint
-from torch_xla_pp.compile.lowering import Constraints
+from torch_xla_pp.compile.export import export_joint
+from torch_xla_pp.compile.joint_graph import JointGraph
+from torch_xla_pp.compile.lowering import Rule
 from torch_xla_pp.compile.names import (
     buffer_role,
     input_role,
@@ -25,7 +26,7 @@ _SCALE = tangent(0)
 
 
 class _LossModule(nn.Module):
-    """Call a loss function with the outputs put together as it expects them."""
+    """A loss function of tensors alone, put together as the user's expects them."""
 
     def __init__(self, function: Callable[..., Any], output: Template) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class _LossModule(nn.Module):
 
 
 class LossProgram:
-    """Compute a loss, and its gradient scaled by a factor, in one program.
+    """One program for a loss, and for its gradient scaled by a factor.
 
     The function is traced at the first call. Tensors that it captures are read anew
     when they were written to; all else that it reads from outside is built in.
@@ -50,7 +51,7 @@ class LossProgram:
         inputs: Examples of the outputs' tensors and of the target; only metadata
             counts.
         shardings: Sharding of each of them; gradients get the same.
-        constraints: How values lie meanwhile, None to leave that to XLA.
+        rules: What operations are run by, see `compile.lowering`.
 
     Raises:
         PipelineError: The loss is no scalar, or has parameters of its own to train.
@@ -66,7 +67,7 @@ class LossProgram:
         output: Template,
         inputs: Sequence[Tensor],
         shardings: Sequence[xla_compat.OpSharding],
-        constraints: Constraints | None = None,
+        rules: Sequence[Rule] = (),
     ) -> None:
         module = _LossModule(function, output)
         joint = export_joint(module, inputs, {})
@@ -88,9 +89,7 @@ class LossProgram:
         pins = {name: shardings[i] for i, name in self._grads.items()}
         pins[self._value] = xla_compat.replicated_sharding()
         self._program = Program(
-            ProgramSpec(
-                function=piece, pins=pins, checked=names, constraints=constraints
-            )
+            ProgramSpec(function=piece, pins=pins, checked=names, rules=rules)
         )
         self.dtype = joint.example_outputs[0][0].dtype
 

@@ -1,173 +1,140 @@
-"""Run a stage's graph on pending values, laid out as axis rules say.
+"""A function's graph, run on pending values by rules.
 
-Besides `shard`, products of matrices are done in another way than torch_xla does them.
-PyTorch merges dimensions before a product: batch and heads in attention, batch and
-sequence in a linear layer. If the second of them is split over devices, the merged
-dimension is split in a way that XLA has no sharding for, and every device gathers all
-of it. Here such dimensions are kept apart.
+The result is what XLA compiles. An operation is run by the first *rule* that has
+something to say of it, or else as torch_xla runs it. An error names the operation and
+the line of the model that it is of.
+
+Some operations have no implementation for XLA: torch_xla then computes what is pending,
+runs them on the host, and goes on with their results as if these were constants. In a
+program that runs again on other values, that would be wrong, so it is refused.
 """
 
-import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile.group_sums.row_groups import RowGroups
-from torch_xla_pp.compile.ops import is_transpose, views
-from torch_xla_pp.compile.running import Running
-from torch_xla_pp.graph import SHARD, axes_of
-from torch_xla_pp.mesh import LogicalAxes
+from torch_xla_pp.compile.lines import describe
+from torch_xla_pp.errors import PipelineError
 
-_aten = torch.ops.aten
-_MERGES = views("view")
-
-
-class Constraints(NamedTuple):
-    """Say how values lie while a program runs.
-
-    Attributes:
-        layout: Takes the logical axes that `shard` was called with.
-        used: Name of an input → how it lies where it is used, if not as it is kept.
-    """
-
-    layout: Callable[[LogicalAxes], xla_compat.OpSharding]
-    used: Mapping[str, xla_compat.OpSharding] = {}
+# torch_xla's indices are of int32, although it says int64.
+_NARROW = (
+    torch.ops.aten.cummax.default,
+    torch.ops.aten.max_pool2d_with_indices.default,
+    torch.ops.aten.max_pool3d_with_indices.default,
+)
 
 
-class _Apart(NamedTuple):
-    """Hold a value whose first dimensions are merged in the graph, but not here.
+class Rule(Protocol):
+    """A way to run some operations otherwise than torch_xla does."""
 
-    Attributes:
-        value: It has `sizes` in place of the merged dimension, and two more (one more
-            where a matrix was made of it).
-        sizes: Sizes of the dimensions that the graph merges.
-        is_turned: Whether the graph then swaps its last two dimensions.
-    """
+    def __call__(
+        self,
+        node: fx.Node,
+        values: Mapping[fx.Node, Any],
+        notes: dict[fx.Node, Any],
+        /,
+    ) -> Any | None:
+        """Run one operation.
 
-    value: Tensor
-    sizes: tuple[int, ...]
-    is_turned: bool = False
+        Args:
+            node: The operation.
+            values: What has run so far.
+            notes: What rules leave there of an operation, for later ones of the run.
 
-    @property
-    def merged(self) -> list[int]:
-        """Return the places of the dimensions."""
-        return list(range(len(self.sizes)))
+        Returns:
+            The result, None to leave the operation to others.
+        """
 
 
-class Lowering(Running):
-    """Run a function's graph with constraints.
+class Lowering(fx.Interpreter):
+    """One run of a graph of operations.
 
     Args:
         module: The graph.
         name: What it is, for messages.
-        constraints: How values lie.
+        rules: What operations are run by, the first one first.
+
+    Raises:
+        PipelineError: An operation fails, or would run on the host.
     """
 
-    def __init__(self, module: nn.Module, name: str, constraints: Constraints) -> None:
-        super().__init__(module, name)
-        self._constraints = constraints
-        self._products: dict[fx.Node, _Apart] = {}
+    def __init__(
+        self, module: nn.Module, name: str, rules: Sequence[Rule] = ()
+    ) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.extra_traceback = False
+        self._name = name
+        self._rules = rules
+        self._notes: dict[fx.Node, Any] = {}
 
-    def run_operation(self, node: fx.Node) -> Any:
-        """Run one operation; `shard` and products in ways of their own."""
-        if node.target is SHARD:
-            value, names = self.fetch_args_kwargs_from_env(node)[0]
-            sharding = self._constraints.layout(axes_of(names))
-            return xla_compat.constrain(value, sharding)
-        if node.target in _MERGES and node.all_input_nodes[0] in self._products:
-            parted = self._parted(self._products[node.all_input_nodes[0]], node)
-            if parted is not None:
-                return parted
-        product = self._product(node)
-        if isinstance(product, _Apart):
-            self._products[node] = product
-            rest = product.value.shape[len(product.sizes) :]
-            return product.value.reshape(-1, *rest)
-        return super().run_operation(node) if product is None else product
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node; its operands have run."""
+        if n.op != "call_function":
+            return super().run_node(n)
+        before = xla_compat.num_host_operations()
+        try:
+            result = self._run_operation(n)
+        except Exception as error:
+            raise PipelineError(
+                f"{self._name} program: {describe(n)} failed: {error}. Write it with "
+                "other operations."
+            ) from error
+        if xla_compat.num_host_operations() != before:
+            raise PipelineError(
+                f"{self._name} program: expected operations that XLA can run, got "
+                f"{describe(n)}, which torch_xla runs on the host. Write it with other "
+                "operations, or move it out of the stage."
+            )
+        return self._as_traced(n, result)
 
-    def _product(self, node: fx.Node) -> Tensor | _Apart | None:
-        """Compute a product of values that are kept apart, None if it is none."""
-        operands: Any = node.args
-        target: Any = node.target
-        if getattr(target, "__func__", None) is RowGroups.product:
-            return self._grouped_product(target.__self__, *operands)
-        if node.target is _aten.bmm.default:
-            return _batched(*map(self._apart, operands))
-        if node.target is _aten.mm.default:
-            return self._matrix_product(*operands)
-        if node.target is _aten.addmm.default and not node.kwargs:
-            bias, left, right = operands
-            product = self._matrix_product(left, right)
-            if isinstance(product, _Apart):
-                return product._replace(value=product.value + self.env[bias])
+    def _run_operation(self, node: fx.Node) -> Any:
+        for rule in self._rules:
+            result = rule(node, self.env, self._notes)
+            if result is not None:
+                return result
+        return super().run_node(node)
+
+    def _as_traced(self, node: fx.Node, result: Any) -> Any:
+        """Return a result with the dtype that the trace gave it.
+
+        Raises:
+            PipelineError: It has another shape, or is missing.
+        """
+        traced = node.meta.get("val")
+        is_known = node.target is operator.getitem or isinstance(
+            node.target, OpOverload
+        )
+        if not is_known or not isinstance(traced, Tensor):
+            return result
+        source = node.all_input_nodes[0] if node.target is operator.getitem else node
+        if isinstance(result, Tensor) and result.shape == traced.shape:
+            if source.target in _NARROW and not traced.is_floating_point():
+                return result + torch.zeros(
+                    (), dtype=traced.dtype, device=result.device
+                )
+            return result if result.dtype == traced.dtype else result.to(traced.dtype)
+        got = list(result.shape) if isinstance(result, Tensor) else result
+        raise PipelineError(
+            f"{self._name} program: expected {describe(source)} to give a value of "
+            f"shape {list(traced.shape)} on XLA devices, got {got}. Write it with "
+            "other operations, or move it out of the stage."
+        )
+
+    def first(self, is_wanted: Callable[[Tensor], bool]) -> str | None:
+        """Return the first operation whose result is as wanted, None if there is none.
+
+        The graph has run.
+        """
+        for node, value in self.env.items():
+            is_pending = (
+                isinstance(value, Tensor) and xla_compat.are_pending([value])[0]
+            )
+            if node.op == "call_function" and is_pending and is_wanted(value):
+                is_item = node.target is operator.getitem
+                return describe(node.all_input_nodes[0] if is_item else node)
         return None
-
-    def _grouped_product(
-        self, rows: RowGroups, left: Any, right: Any, outer: int
-    ) -> Tensor | None:
-        """Multiply matrices, one product per group of what is summed over."""
-        first, second = self._apart(left), self._apart(right)
-        if first is None or second is None or not first.is_turned:
-            return None
-        sizes = first.sizes
-        dims = [d for d in first.merged if math.prod(sizes[:d]) == outer]
-        is_cut = bool(dims) and sizes[dims[-1]] % rows.size == 0
-        if second.is_turned or second.sizes != sizes or not is_cut:
-            return None
-        groups = [rows.split(apart.value, dims[-1], 1) for apart in (first, second)]
-        sums = [dim + 1 for dim in first.merged]
-        return xla_compat.product(groups[0], groups[1], (sums, sums), [0])
-
-    def _matrix_product(self, left: Any, right: Any) -> Tensor | _Apart | None:
-        first, second = self._apart(left), self._apart(right)
-        if first is None:
-            return None
-        if not first.is_turned:
-            last = [len(first.sizes)]
-            value = xla_compat.product(first.value, self.env[right], (last, [0]))
-            return _Apart(value, first.sizes)
-        if second is None or second.is_turned or second.sizes != first.sizes:
-            return None
-        sums = first.merged, second.merged
-        return xla_compat.product(first.value, second.value, sums)
-
-    def _apart(self, node: fx.Node) -> _Apart | None:
-        """Return a factor as it was before the graph merged its first dimensions."""
-        is_turned = is_transpose(node, self.env[node].dim())
-        merge = node.all_input_nodes[0] if is_turned else node
-        if merge.target not in _MERGES:
-            return None
-        origin = merge.all_input_nodes[0]
-        known = self._products.get(origin)
-        source = self.env[origin] if known is None else known.value
-        merged: Tensor = self.env[merge]
-        for count in range(2, source.dim()):
-            sizes = tuple(source.shape[:count])
-            if math.prod(sizes) == merged.shape[0]:
-                value = source.reshape(*sizes, *merged.shape[1:])
-                return _Apart(value, sizes, is_turned)
-        return None
-
-    def _parted(self, product: _Apart, node: fx.Node) -> Tensor | None:
-        """Return the view of a product, None if it does not keep what is apart."""
-        shape = [int(size) for size in node.args[1]]  # type: ignore[arg-type, union-attr]
-        count = len(product.sizes)
-        if tuple(shape[:count]) != product.sizes:
-            return None
-        return product.value.reshape(shape)
-
-
-def _batched(left: _Apart | None, right: _Apart | None) -> _Apart | None:
-    """Multiply matrices at each place of the dimensions that are kept apart."""
-    if left is None or right is None or left.sizes != right.sizes:
-        return None
-    first = len(left.sizes)
-    sums = (
-        [first if left.is_turned else first + 1],
-        [first + 1 if right.is_turned else first],
-    )
-    value = xla_compat.product(left.value, right.value, sums, left.merged)
-    return _Apart(value, left.sizes)

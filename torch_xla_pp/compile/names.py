@@ -149,7 +149,7 @@ def input_grad(index: int) -> str:
 
 
 def copied(role: str) -> str:
-    """Return the name of a weight's copy, laid out as programs use it."""
+    """Return the name of a weight's copy, sharded as programs use it."""
     return f"whole:{role}"
 
 

@@ -37,7 +37,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from torch_xla_pp.compile.export import JointGraph, is_random
+from torch_xla_pp.compile.joint_graph import JointGraph, is_random
 from torch_xla_pp.compile.names import accumulated, accumulator
 from torch_xla_pp.compile.ops import VIEWS
 
@@ -55,7 +55,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Function:
-    """Hold what becomes one program: most often, a piece of the joint graph.
+    """What becomes one program: most often, a piece of the joint graph.
 
     Args:
         name: What it is, for messages.
@@ -73,7 +73,7 @@ class Function:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageFunctions:
-    """Hold the functions of a stage and the names of what they exchange.
+    """The functions of a stage and the names of what they exchange.
 
     Args:
         forward: Computes the outputs and what the backward reads.
@@ -130,7 +130,7 @@ def check_remat(remat: Remat) -> None:
 
 
 class _Policy:
-    """Say which forward values a reader in the backward computes again."""
+    """The choice of forward values that a reader in the backward computes again."""
 
     def __init__(self, joint: JointGraph, remat: Remat) -> None:
         kept_ops = _kept_ops(remat)
@@ -208,7 +208,7 @@ def value_and_grads(joint: JointGraph) -> Function:
 
 
 class _Cut:
-    """Hold the node sets of a cut while its functions are made."""
+    """The node sets of a cut while its functions are made."""
 
     def __init__(self, joint: JointGraph, remat: Remat = "none") -> None:
         self._joint = joint
@@ -354,7 +354,7 @@ def _frontier(
 
 
 class _Piece:
-    """Build a graph by copying what `results` depend on, back to what is given."""
+    """A graph: copies of what `results` depend on, back to what is given."""
 
     def __init__(
         self, joint: JointGraph, results: Iterable[fx.Node], given: Iterable[fx.Node]

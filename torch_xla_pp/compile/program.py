@@ -26,9 +26,7 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import border
 from torch_xla_pp.compile.lowering import Lowering
 from torch_xla_pp.compile.names import MARK, SEED, TOKEN, captured_scalar
-from torch_xla_pp.compile.products import OwnProducts, has_own_products
 from torch_xla_pp.compile.program_spec import ProgramSpec
-from torch_xla_pp.compile.running import Running
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.native import notes
 
@@ -68,7 +66,7 @@ class Program:
         self._captured: dict[str, Tensor] = {}
         self._has_seed = False
         # What computes it, while it is traced.
-        self._running: Running | None = None
+        self._lowering: Lowering | None = None
 
     @functools.cached_property
     def _marked(self) -> "Program":
@@ -124,16 +122,16 @@ class Program:
         self._map_parameters(args, outputs)
         with xla_compat.donating([args[i] for i in self._donated]):
             graph_hash = self._compile(outputs)
-        self._running = None
+        self._lowering = None
         return graph_hash
 
     def _compile(self, outputs: list[Tensor]) -> xla_compat.GraphHash:
         try:
             graph = xla_compat.compile_graph(outputs)
         except Exception as error:
-            running, what = self._running, None
-            if running is not None:
-                what = running.first(lambda value: not xla_compat.is_lowered(value))
+            lowering, what = self._lowering, None
+            if lowering is not None:
+                what = lowering.first(lambda value: not xla_compat.is_lowered(value))
             reason = str(error).partition("\nError")[0].partition("\nFrame")[0]
             raise PipelineError(
                 f"{self._title}: XLA cannot compile "
@@ -164,32 +162,25 @@ class Program:
     def _end(self, values: Mapping[str, Tensor]) -> Tensor:
         """Note the end; return a token.
 
-        It comes after all that is sent and every output whose sharding is known. How
-        XLA lays others out is not known here, but they are by-products of those.
+        It comes after all that is sent and every output whose sharding is known. The
+        shardings of others are XLA's choice, but they are computed on the way to those.
         """
         done = [(values[n], self._pins[n]) for n in self.outputs if n in self._pins]
         done.append((values[TOKEN], xla_compat.replicated_sharding()))
         return notes.end_op(values[MARK], done)
 
     def _run(self, values: Mapping[str, Tensor]) -> Sequence[Tensor]:
-        """Run the function, with its inputs as they lie where they are used."""
+        """Run the function, with its inputs sharded as where they are used."""
         function = self.spec.function
         inputs = {name: values[name] for name in function.inputs}
         module, name = function.module, function.name
         if not isinstance(module, fx.GraphModule):
             return module(*inputs.values())  # type: ignore[no-any-return]
-        if has_own_products():
-            # One device has all of every value, so constraints say nothing.
-            self._running = OwnProducts(module, name)
-            return self._running.run(*inputs.values())  # type: ignore[no-any-return]
-        if self.spec.constraints is None:
-            self._running = Running(module, name)
-            return self._running.run(*inputs.values())  # type: ignore[no-any-return]
-        for name, sharding in self.spec.constraints.used.items():
-            if name in inputs:
-                inputs[name] = xla_compat.constrain(inputs[name], sharding)
-        self._running = Lowering(module, function.name, self.spec.constraints)
-        return self._running.run(*inputs.values())  # type: ignore[no-any-return]
+        for used, sharding in self.spec.used.items():
+            if used in inputs:
+                inputs[used] = xla_compat.constrain(inputs[used], sharding)
+        self._lowering = Lowering(module, name, self.spec.rules)
+        return self._lowering.run(*inputs.values())  # type: ignore[no-any-return]
 
     def _map_parameters(self, args: list[Tensor], outputs: list[Tensor]) -> None:
         """Find out which argument each parameter of the program is."""
@@ -227,7 +218,7 @@ class Program:
             large = [x for x in values if x.numel() != 1]
             return not known.keys() >= {*xla_compat.data_handles(large)}
 
-        return None if self._running is None else self._running.first(is_capturing)
+        return None if self._lowering is None else self._lowering.first(is_capturing)
 
     def _check_shardings(self, values: Mapping[str, Tensor]) -> None:
         found = _shardings([values[self.inputs[i]] for i in self._checked])

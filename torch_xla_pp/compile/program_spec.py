@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import border
 from torch_xla_pp.compile.border import Border
-from torch_xla_pp.compile.lowering import Constraints
+from torch_xla_pp.compile.lowering import Rule
 from torch_xla_pp.compile.names import MARK, TOKEN, route_in, route_out
 from torch_xla_pp.compile.partition import Function
 
@@ -30,7 +30,8 @@ class ProgramSpec:
         parts: Name of an input → names of inputs that it is the sum of.
         wanted: Names to return, of outputs, received values and sums; None for the
             function's outputs.
-        constraints: Shardings while it runs, None to leave them to XLA.
+        rules: What the function's operations are run by, see `compile.lowering`.
+        used: Name of an input → its sharding where it is used, if not as it is kept.
         is_marked: Whether it notes when it begins and ends, of the action that a
             `MARK` among its inputs names.
     """
@@ -43,7 +44,8 @@ class ProgramSpec:
     sent: Sequence[Border] = ()
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     wanted: Collection[str] | None = None
-    constraints: Constraints | None = None
+    rules: Sequence[Rule] = ()
+    used: Mapping[str, xla_compat.OpSharding] = field(default_factory=dict)
     is_marked: bool = False
 
     @property

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile.export import JointGraph, export_joint
+from torch_xla_pp.compile.export import export_joint
 from torch_xla_pp.compile.group_sums.grouping import grouping_of
-from torch_xla_pp.compile.lowering import Constraints
+from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.partition import Remat
+from torch_xla_pp.compile.rank_rules import rules_of
 from torch_xla_pp.compile.sizes import Sizes
 from torch_xla_pp.compile.stage_programs import StagePrograms
 from torch_xla_pp.compile.stage_specs import Borders
@@ -29,8 +30,8 @@ class FixedValues(Protocol):
     def shardings(self) -> dict[str, xla_compat.OpSharding]:
         """Return the sharding of each."""
 
-    def constraints(self) -> Constraints | None:
-        """Return how values are sharded while programs run, None to leave it to XLA."""
+    def used_shardings(self) -> dict[str, xla_compat.OpSharding]:
+        """Return the sharding of those that programs use in another one."""
 
     def layouts(self) -> dict[str, tuple[OpShardingArgs, int]]:
         """Return how each is passed to programs, with the number of its dimensions."""
@@ -179,7 +180,8 @@ class StageCompiler(Generic[LinksT]):
             source.fixed.shardings(),
             links.borders,
             remat=source.remat,
-            constraints=source.fixed.constraints(),
+            rules=rules_of(world),
+            used=source.fixed.used_shardings(),
             grouping=grouping_of(world, plan.inputs, made, source.fixed.layouts()),
         )
         lacking = tuple(

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.captured_tensors import Constants
-from torch_xla_pp.compile.export import JointGraph
 from torch_xla_pp.compile.group_sums.group_gradients import Grouping, group_gradients
-from torch_xla_pp.compile.lowering import Constraints
+from torch_xla_pp.compile.joint_graph import JointGraph
+from torch_xla_pp.compile.lowering import Rule
 from torch_xla_pp.compile.names import accumulated, accumulator, given_grad
 from torch_xla_pp.compile.partition import Remat, partition_joint
 from torch_xla_pp.compile.program import Program
@@ -57,7 +57,8 @@ class StagePrograms:
             and new buffers get the same.
         borders: What the programs receive and send themselves.
         remat: Which forward values are computed again in the backward.
-        constraints: How values lie while programs run, None to leave that to XLA.
+        rules: What operations are run by, see `compile.lowering`.
+        used: Role → sharding of a value where it is used, if not as it is kept.
         grouping: Which gradients are summed up per group of rows, None for none;
             `reduce_sums` adds up the groups.
 
@@ -77,7 +78,8 @@ class StagePrograms:
         borders: Borders | None = None,
         *,
         remat: Remat = "none",
-        constraints: Constraints | None = None,
+        rules: Sequence[Rule] = (),
+        used: Mapping[str, xla_compat.OpSharding] | None = None,
         grouping: Grouping | None = None,
     ) -> None:
         self.reduced_per_microbatch: dict[str, str] = {}
@@ -104,7 +106,7 @@ class StagePrograms:
             self._sum_pins,
         )
         count = len(input_shardings)
-        specs = stage_specs(functions, borders or Borders(), pins, count, constraints)
+        specs = stage_specs(functions, borders or Borders(), pins, count, rules, used)
         self._specs = specs
         self._programs = {name: Program(spec) for name, spec in specs.programs.items()}
         self._starts: dict[tuple[str, ...], Program] = {}
@@ -149,7 +151,7 @@ class StagePrograms:
 
         Args:
             fixed: The stage's values.
-            grads: Role → gradient that a parameter has already, laid out like it.
+            grads: Role → gradient that a parameter has already, sharded like it.
 
         Returns:
             A `sum:` entry for each parameter that gets a gradient.
@@ -180,10 +182,10 @@ class StagePrograms:
 
         Args:
             sums: `sum:` entries; those per group are void afterwards.
-            grads: Role → gradient that a parameter has already, laid out like it.
+            grads: Role → gradient that a parameter has already, sharded like it.
 
         Returns:
-            The `sum:` entries that were per group, laid out like their parameters.
+            The `sum:` entries that were per group, sharded like their parameters.
         """
         if not self._groups or not sums:
             return {}
@@ -229,8 +231,7 @@ class StagePrograms:
         """
         results = self._run("backward input", fixed, live)
         everything = {**live, **results}
-        weight = self._programs.get("backward weight")
-        reads = () if weight is None else weight.inputs
+        reads = self._specs.residual
         residual = {n: v for n, v in everything.items() if n in reads}
         return self._returned_grads(everything), residual
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.border import Border, names_of
-from torch_xla_pp.compile.lowering import Constraints
+from torch_xla_pp.compile.lowering import Rule
 from torch_xla_pp.compile.names import (
     accumulator,
     input_grad,
@@ -76,6 +76,7 @@ class StageSpecs:
         outputs: Output index → name, of those that the forward returns.
         passed_on: Names of received inputs that the forward returns.
         kept: Names of what the backwards read of one microbatch's forward.
+        residual: Names of what the second half of a backward reads.
         input_grads: Input index → name of its gradient, None for zero; of those that
             the backward does not send.
     """
@@ -84,6 +85,7 @@ class StageSpecs:
     outputs: Mapping[int, str]
     passed_on: Collection[str]
     kept: frozenset[str]
+    residual: frozenset[str]
     input_grads: Mapping[int, str | None]
 
 
@@ -111,7 +113,8 @@ def stage_specs(
     borders: Borders,
     pins: Mapping[str, xla_compat.OpSharding],
     num_inputs: int,
-    constraints: Constraints | None = None,
+    rules: Sequence[Rule] = (),
+    used: Mapping[str, xla_compat.OpSharding] | None = None,
 ) -> StageSpecs:
     """Return the table of a stage's programs.
 
@@ -120,9 +123,10 @@ def stage_specs(
         borders: What they receive and send themselves.
         pins: See `pins_of`.
         num_inputs: How many tensor inputs the stage has.
-        constraints: Shardings while programs run, None to leave them to XLA.
+        rules: See `ProgramSpec`.
+        used: See `ProgramSpec`.
     """
-    return _Table(functions, borders, pins, num_inputs, constraints).specs()
+    return _Table(functions, borders, pins, num_inputs, rules, used or {}).specs()
 
 
 class _Table:
@@ -134,12 +138,14 @@ class _Table:
         borders: Borders,
         pins: Mapping[str, xla_compat.OpSharding],
         num_inputs: int,
-        constraints: Constraints | None,
+        rules: Sequence[Rule],
+        used: Mapping[str, xla_compat.OpSharding],
     ) -> None:
         self._functions = functions
         self._borders = borders
         self._pins = pins
-        self._constraints = constraints
+        self._rules = rules
+        self._used = used
         self._inputs = [input_role(i) for i in range(num_inputs)]
         self._parts = borders.tangent_parts()
         self._tangents = [tangent(i) for i in range(len(functions.outputs))]
@@ -186,6 +192,7 @@ class _Table:
             outputs=outputs,
             passed_on=borders.passed_on,
             kept=frozenset(kept),
+            residual=frozenset(weight.inputs),
             input_grads=self._input_grads,
         )
 
@@ -197,7 +204,8 @@ class _Table:
             received=self._borders.inputs,
             sent=self._leaving,
             wanted=wanted,
-            constraints=self._constraints,
+            rules=self._rules,
+            used=self._used,
         )
 
     def _backward(self) -> ProgramSpec:
@@ -210,7 +218,8 @@ class _Table:
             sent=self._going_back,
             parts=self._parts,
             wanted=self._returned | {*self._functions.parameter_grads.values()},
-            constraints=self._constraints,
+            rules=self._rules,
+            used=self._used,
         )
 
     def _backward_input(self, weight: ProgramSpec) -> ProgramSpec:
@@ -223,7 +232,8 @@ class _Table:
             sent=self._going_back,
             parts=self._parts,
             wanted=self._returned.union(weight.inputs),
-            constraints=self._constraints,
+            rules=self._rules,
+            used=self._used,
         )
 
     def _backward_weight(self) -> ProgramSpec:
@@ -235,7 +245,8 @@ class _Table:
             donated=self._sums,
             received=() if is_second else self._borders.tangents,
             parts={} if is_second else self._parts,
-            constraints=self._constraints,
+            rules=self._rules,
+            used=self._used,
         )
 
     @property

@@ -15,6 +15,7 @@ from torch_xla_pp.graph.modes import (
     reads_training,
     refuse_modes,
 )
+from torch_xla_pp.graph.patches import replaced
 from torch_xla_pp.graph.prepare import Prepared, prepare
 from torch_xla_pp.graph.shard import (
     SHARD,
@@ -73,6 +74,7 @@ __all__ = [
     "prepare",
     "reads_training",
     "refuse_modes",
+    "replaced",
     "shard",
     "shard_in_graph",
     "sharding_outputs",

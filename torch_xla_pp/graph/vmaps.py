@@ -7,7 +7,6 @@ import contextlib
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -15,6 +14,7 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._functorch import predispatch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from torch_xla_pp.graph.patches import replaced
 from torch_xla_pp.graph.regions import inline
 
 _ENTER = predispatch._vmap_increment_nesting
@@ -32,7 +32,7 @@ def indexing_by_tensors() -> Iterator[None]:
     `operator.getitem` in a strict export (`BuiltinVariable.call_function` of dynamo);
     this can go when that is mended.
     """
-    with mock.patch.object(TransformGetItemToIndex, "__torch_function__", _index):
+    with replaced(TransformGetItemToIndex, "__torch_function__", _index):
         yield
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from torch_xla_pp import xla_compat
+from torch_xla_pp import cpu, xla_compat
 
 
 def device() -> torch.device:
@@ -12,5 +12,6 @@ def device() -> torch.device:
     use of torch_xla. How many devices a rank has is decided by the launch: on a CPU
     machine `CPU_NUM_DEVICES`, one if it is not set.
     """
-    xla_compat.enable_spmd()
+    with cpu.starting():
+        xla_compat.enable_spmd()
     return xla_compat.device()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import Constraints, LossProgram, example_of
+from torch_xla_pp.compile import LossProgram, example_of, rules_of
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.graph import Captured, Template
 from torch_xla_pp.mesh import TensorSpec
@@ -56,9 +56,6 @@ class StageLoss:
     ) -> None:
         self.function = function
         self._world = world
-        self._constraints = (
-            None if world.rules is None else Constraints(world.constraint)
-        )
         self.scale = scale
         self._scales: dict[torch.dtype, Tensor] = {}
         self._programs: dict[_Key, LossProgram | None] = {}
@@ -113,9 +110,8 @@ class StageLoss:
         examples = [example_of(spec) for spec in key.inputs]
         shardings = [self._world.sharding(spec.partition) for spec in key.inputs]
         try:
-            return LossProgram(
-                self.function, key.output, examples, shardings, self._constraints
-            )
+            rules = rules_of(self._world)
+            return LossProgram(self.function, key.output, examples, shardings, rules)
         except PipelineError:
             raise
         except Exception as error:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import (
-    Constraints,
     Program,
     ProgramSpec,
     Sizes,
@@ -23,6 +22,7 @@ from torch_xla_pp.compile import (
     copies,
     device_bytes,
     is_buffer,
+    is_constrained,
     name_in_module,
     parameter_role,
 )
@@ -149,12 +149,10 @@ class ModuleState:
         """Return the sharding of every parameter and buffer, by role."""
         return {r: xla_compat.sharding_of(value) for r, value in self.fixed.items()}
 
-    def constraints(self) -> Constraints | None:
-        """Return how values lie while programs run, None if no axis rules say so."""
-        if self._world.rules is None:
-            return None
-        used = self._shardings(self._used_each_time)
-        return Constraints(self._world.constraint, used)
+    def used_shardings(self) -> dict[str, xla_compat.OpSharding]:
+        """Return shardings of weights where programs use them, if not as kept."""
+        used = self._used_each_time if is_constrained(self._world) else {}
+        return self._shardings(used)
 
     def layouts(self) -> dict[str, tuple[OpShardingArgs, int]]:
         """Return how parameters are passed to programs, with their dimensions."""

@@ -34,7 +34,7 @@ _REDUCTIONS = frozenset(
 
 
 class Place(NamedTuple):
-    """Say where in a value the batch is.
+    """Where in a value the batch is.
 
     Attributes:
         dim: The dimension that it is part of.

@@ -14,21 +14,21 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile.export import JointGraph
 from torch_xla_pp.compile.group_sums.batch_dims import Place, batch_places
 from torch_xla_pp.compile.group_sums.part_rules import RULES
 from torch_xla_pp.compile.group_sums.parts import Parts
 from torch_xla_pp.compile.group_sums.row_groups import RowGroups
+from torch_xla_pp.compile.joint_graph import JointGraph
 
 
 class Grouping(NamedTuple):
-    """Say how gradients are summed up per group of rows.
+    """How gradients are summed up per group of rows.
 
     Attributes:
         rows: The groups.
         dims: Role of an input or tangent → the dimension in which it has the batch.
-        sums: Role of a parameter → how the sums of its gradient lie; those that are
-            left out keep one sum.
+        sums: Role of a parameter → sharding of the sums of its gradient; those that
+            are left out keep one sum.
     """
 
     rows: RowGroups

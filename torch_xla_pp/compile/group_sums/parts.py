@@ -13,15 +13,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from torch_xla_pp.compile.export import JointGraph
 from torch_xla_pp.compile.group_sums.batch_dims import Place
 from torch_xla_pp.compile.group_sums.row_groups import RowGroups
+from torch_xla_pp.compile.joint_graph import JointGraph
 
 _PARTS_OF = "parts_of"
 
 
 class Parts:
-    """Add the parts of values to a joint graph.
+    """The parts of values, added to a joint graph as they are asked for.
 
     Args:
         joint: The graph.

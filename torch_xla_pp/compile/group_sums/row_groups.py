@@ -21,12 +21,12 @@ WHOLE, PARTS = -1, -2
 
 
 class RowGroups:
-    """Compute sums per group; the methods are targets of nodes in graphs.
+    """Sums per group; the methods are targets of nodes in graphs.
 
     Args:
         size: The number of groups.
-        layout: Takes a number of dimensions and one of them, None for none; says how a
-            value lies that is split there over the batch axis.
+        layout: Takes a number of dimensions and one of them, None for none; returns
+            the sharding of a value that is split there over the batch axis.
     """
 
     def __init__(

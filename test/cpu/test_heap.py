@@ -42,8 +42,8 @@ thread = threading.Thread(target=run)
 thread.start()
 thread.join()
 """
-PACKAGE = Path(__file__).parent.parent / "torch_xla_pp"
-MODULES = [str(PACKAGE / name) for name in ("env.py", "heap.py")]
+PACKAGE = Path(__file__).parents[2] / "torch_xla_pp"
+MODULES = [str(PACKAGE / name) for name in ("env.py", "cpu/heap.py")]
 
 
 def page_faults(count: int = 96, size: int = 1 << 19, **variables: str) -> int:

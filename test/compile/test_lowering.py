@@ -1,4 +1,4 @@
-"""What XLA cannot run is refused by name; what runs is what was traced."""
+"""Rules run operations; what XLA cannot run is refused by name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from compile.stages import Compiled, close
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from torch_xla_pp.compile.lowering import Lowering
 from torch_xla_pp.errors import PipelineError
 
 pytestmark = pytest.mark.xla
@@ -37,7 +39,7 @@ def run(function: Callable[[Tensor], Any], mesh: Any) -> None:
     compiled.programs.backward(fixed, result.live)
 
 
-LINE = r"test_running.py:\d+, in test_.*<lambda>"
+LINE = r"test_lowering.py:\d+, in test_.*<lambda>"
 
 
 def test_an_operation_that_runs_on_the_host_is_refused(mesh: Any) -> None:
@@ -79,7 +81,7 @@ def test_an_operation_that_cannot_be_compiled_is_named(mesh: Any) -> None:
 def test_an_operation_that_cannot_be_traced_is_named(mesh: Any) -> None:
     with pytest.raises(Exception, match="aten.masked_select") as caught:
         run(lambda x: x.masked_select(x > 0), mesh)
-    assert "test_running.py" in caught.value.__notes__[0]
+    assert "test_lowering.py" in caught.value.__notes__[0]
     assert "in torch.Tensor.masked_select" in caught.value.__notes__[0]
 
 
@@ -94,3 +96,42 @@ def test_a_function_may_compute_nothing(mesh: Any) -> None:
         result.live["tangent:0"] = compiled.upload(value)
         grads, _ = compiled.programs.backward(compiled.fixed, result.live)
         assert close(grads[0], value)
+
+
+def run_by(*rules: Any) -> Tensor:
+    module = make_fx(lambda x: (x.sin().cos(), x.sin()))(torch.ones(2))
+    result: Tensor = Lowering(module, "test", rules).run(torch.ones(2))[0]
+    return result
+
+
+def is_sin(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.sin.default
+
+
+def test_an_operation_is_run_by_the_first_rule_that_knows_it() -> None:
+    def unknowing(node: fx.Node, values: Any, notes: Any) -> None:
+        return None
+
+    def negating(node: fx.Node, values: Any, notes: Any) -> Tensor | None:
+        return -values[node.args[0]] if is_sin(node) else None
+
+    def failing(node: fx.Node, values: Any, notes: Any) -> None:
+        if is_sin(node):
+            raise RuntimeError("asked in vain")
+
+    assert torch.equal(run_by(unknowing), torch.ones(2).sin().cos())
+    found = run_by(unknowing, negating, failing)
+    assert torch.equal(found, (-torch.ones(2)).cos())
+    with pytest.raises(PipelineError, match=r"test program: aten.sin.* failed: asked"):
+        run_by(failing, negating)
+
+
+def test_what_a_rule_notes_is_there_for_the_rest_of_the_run_alone() -> None:
+    def noting(node: fx.Node, values: Any, notes: dict[fx.Node, Any]) -> Tensor | None:
+        if is_sin(node):
+            notes[node] = len(notes)
+            return None
+        return values[node.args[0]] + notes[node.args[0]]  # type: ignore[index, no-any-return]
+
+    for _ in range(2):
+        assert torch.equal(run_by(noting), torch.ones(2).sin())

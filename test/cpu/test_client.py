@@ -1,0 +1,97 @@
+"""What only CPU devices need is set for these, and for nothing else."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from torch_xla_pp import cpu, env, xla_compat
+from torch_xla_pp.cpu import heap
+
+pytestmark = pytest.mark.pure
+
+SCRIPT = """
+import json, os
+before = dict(os.environ)
+import torch_xla
+theirs = dict(os.environ)
+os.environ.clear()
+os.environ.update(before)
+import torch_xla_pp
+torch_xla_pp.device, torch_xla_pp.PipelineStage
+from torch_xla_pp import cpu
+cpu.prepare()
+print(json.dumps([theirs, dict(os.environ)]))
+"""
+OURS = ("XLA_FLAGS", "PJRT_NPROC", "NPROC", "TORCH_XLA_PP_DUMP_DIR")
+
+
+def added_by_an_import(**variables: str) -> dict[str, str]:
+    """Return what an import of the package sets, beside what torch_xla sets itself."""
+    inherited = {name: text for name, text in os.environ.items() if name not in OURS}
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**inherited, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    theirs, ours = json.loads(run.stdout.splitlines()[-1])
+    return {name: text for name, text in ours.items() if theirs.get(name) != text}
+
+
+def test_nothing_is_set_for_devices_of_another_kind() -> None:
+    added = added_by_an_import(PJRT_DEVICE="TPU", CPU_NUM_DEVICES="64")
+    assert "PJRT_NPROC" not in added
+    assert not [name for name, text in added.items() if "xnnpack" in text]
+
+
+def test_cpu_devices_get_threads_and_products_without_xnnpack() -> None:
+    added = added_by_an_import(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="64")
+    assert "--xla_cpu_use_xnnpack=false" in added["XLA_FLAGS"].split()
+    assert added["PJRT_NPROC"] == "129"
+
+
+def test_the_users_flag_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xla_compat, "has_client", lambda: False)
+    monkeypatch.setattr(xla_compat, "device_kind", lambda: "CPU")
+    monkeypatch.setattr(env, "size_pool", lambda _: None)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_xnnpack=true")
+    cpu.prepare()
+    assert os.environ["XLA_FLAGS"] == "--xla_cpu_use_xnnpack=true"
+
+
+@pytest.mark.parametrize("kind", ["TPU", "CPU"])
+def test_a_client_that_is_there_is_too_late(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(xla_compat, "has_client", lambda: True)
+    monkeypatch.setattr(xla_compat, "device_kind", lambda: kind)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    cpu.prepare()
+    assert "XLA_FLAGS" not in os.environ
+
+
+def test_the_products_of_other_devices_are_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(xla_compat, "device_kind", lambda: "TPU")
+    monkeypatch.setattr(xla_compat, "num_local_devices", lambda: 1)
+    assert cpu.library_product.__wrapped__() is None
+
+
+@pytest.mark.parametrize(("kind", "calls"), [("TPU", 0), ("CPU", 1)])
+def test_malloc_is_told_to_keep_what_is_freed_for_cpu_devices_alone(
+    monkeypatch: pytest.MonkeyPatch, kind: str, calls: int
+) -> None:
+    told: list[tuple[str, ...]] = []
+    monkeypatch.setattr(xla_compat, "device_kind", lambda: kind)
+    monkeypatch.setattr(xla_compat, "has_client", lambda: True)
+    monkeypatch.setattr(xla_compat, "num_local_devices", lambda: 1)
+    monkeypatch.setattr(heap, "keep_freed", told.append)
+    monkeypatch.setenv("PJRT_NPROC", "2")
+    with cpu.starting():
+        assert len(told) == calls

@@ -1,0 +1,23 @@
+"""What operations of a rank's programs are run by, as its devices ask for it."""
+
+from torch_xla_pp import cpu
+from torch_xla_pp.compile.lowering import Rule
+from torch_xla_pp.compile.product_rules import Constraints, LibraryProducts
+from torch_xla_pp.world import World
+
+
+def is_constrained(world: World) -> bool:
+    """Return whether axis rules have a say while programs run.
+
+    They have none on one device that multiplies with PyTorch's library: it has all of
+    every value.
+    """
+    return world.rules is not None and cpu.library_product() is None
+
+
+def rules_of(world: World) -> tuple[Rule, ...]:
+    """Return what operations of a rank's programs are run by."""
+    multiply = cpu.library_product()
+    if multiply is not None:
+        return (LibraryProducts(multiply=multiply),)
+    return (Constraints(layout=world.constraint),) if is_constrained(world) else ()

@@ -1,0 +1,15 @@
+"""What ranks on CPU devices do otherwise: all of it is here, and nothing elsewhere.
+
+Three things, for speed and for programs that cannot wait for each other for ever:
+
+* XLA's client gets threads enough, and no XNNPACK (`client`)
+* malloc keeps what is freed (`heap`)
+* programs for one device multiply matrices with PyTorch's library (`products`)
+
+On other kinds of devices none of it is done, and no variable or flag is set for it.
+"""
+
+from torch_xla_pp.cpu.client import prepare, starting
+from torch_xla_pp.cpu.products import library_product
+
+__all__ = ["library_product", "prepare", "starting"]

@@ -1,0 +1,64 @@
+"""XLA's client for CPU devices: what it needs before it is made.
+
+Programs are launched by threads of the client's pool, one for each device at once, and
+run on others, one for each device, since those of one launch begin when the launch
+before has ended; all of these may wait. One more is for copies. With one device
+programs are launched by their caller. See docs/design/024-in-flight.md.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+from torch_xla_pp import env, xla_compat
+from torch_xla_pp.cpu import heap
+from torch_xla_pp.errors import PipelineError
+
+
+def prepare() -> None:
+    """Set what XLA reads as it makes a client for CPU devices, unless there is one.
+
+    Called when the package is imported, too, so that it holds for a client that the
+    program makes itself. XLA's matrix products are faster without XNNPACK, see
+    docs/performance/step.md.
+    """
+    if _is_cpu() and not xla_compat.has_client():
+        env.add_xla_flag("xla_cpu_use_xnnpack", "false")
+        env.size_pool(_num_threads(env.num_cpu_devices()))
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Do all that a rank on CPU devices needs around the start of its client.
+
+    Raises:
+        PipelineError: The client was made before, with too few threads.
+    """
+    if not _is_cpu():
+        yield
+        return
+    heap.keep_freed(env.malloc_choices())
+    prepare()
+    yield
+    _check_pool()
+
+
+def _is_cpu() -> bool:
+    return xla_compat.device_kind() == "CPU"
+
+
+def _num_threads(num_devices: int) -> int:
+    """Return how many threads a client needs so as not to stand still."""
+    return 2 if num_devices == 1 else 2 * num_devices + 1
+
+
+def _check_pool() -> None:
+    """Refuse a client that was made before, with too few threads."""
+    count = xla_compat.num_local_devices()
+    found, needed = env.pool_size(), _num_threads(count)
+    if found < needed:
+        raise PipelineError(
+            f"XLA's client was made with {found} threads for {count} devices: expected "
+            f"at least {needed}, or programs can wait for each other for ever. Import "
+            "torch_xla_pp before anything uses XLA, and set CPU_NUM_DEVICES before "
+            f"that; or set PJRT_NPROC={needed} at the launch."
+        )
