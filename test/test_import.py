@@ -83,10 +83,30 @@ def listed_as_set() -> set[str]:
 def test_an_import_sets_the_variables_that_the_docs_list_and_adds_one_finder() -> None:
     changed = changed_by("import torch_xla_pp", CPU_NUM_DEVICES="64")
     assert changed.keys() == {"environment", "finders"}
-    by_ucx = {name for name in listed_as_set() if name.startswith("UCX_")}
-    assert variables_set(changed["environment"]) == listed_as_set() - by_ucx
+    later = {name for name in listed_as_set() if name.startswith("UCX_")}
+    later |= {"XLA_FLAGS", "PJRT_NPROC"}
+    assert variables_set(changed["environment"]) == listed_as_set() - later
     before, after = changed["finders"]
-    assert after == ["_Watch", *before]  # type: ignore[misc]
+    assert after == ["_Watch", "_Watch", *before]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch_xla_pp, torch_xla",
+        "import torch_xla, torch_xla_pp",
+        "import torch_xla_pp; torch_xla_pp.device",
+    ],
+)
+def test_a_client_that_the_program_makes_has_threads_enough(code: str) -> None:
+    changed = changed_by(code, CPU_NUM_DEVICES="64", PJRT_DEVICE="CPU")
+    assert {"XLA_FLAGS", "PJRT_NPROC"} <= variables_set(changed["environment"])
+
+
+def test_nothing_of_it_is_set_for_other_devices() -> None:
+    code = "import torch_xla_pp, torch_xla"
+    changed = changed_by(code, CPU_NUM_DEVICES="64", PJRT_DEVICE="TPU")
+    assert not {"XLA_FLAGS", "PJRT_NPROC"} & variables_set(changed["environment"])
 
 
 @pytest.mark.pure
@@ -163,8 +183,8 @@ assert "def rgb_to_yiq" in inspect.getsource(colorsys)
 importlib.reload(colorsys)
 print(seen, len([f for f in sys.meta_path if type(f).__name__ == "_Watch"]))
 """
-    # The one that is left waits for torch.distributed.
-    assert run(script) == "['json', True] 1\n"
+    # Those that are left wait for torch_xla and torch.distributed.
+    assert run(script) == "['json', True] 2\n"
 
 
 @pytest.mark.pure
