@@ -23,14 +23,14 @@ BACKEND = "xla_pp"
 def prepare_process() -> None:
     """Set what torch_xla reads when it is loaded, and make the backend known."""
     env.set_defaults()
-    size_pool()
+    _size_pool()
     once_imported("torch.distributed", register_backend)
 
 
-def size_pool() -> None:
+def _size_pool() -> None:
     """Give a client for CPU devices that the program makes itself enough threads."""
     if "torch_xla" not in sys.modules:
-        env.size_pool(env.threads_needed(env.num_cpu_devices()))
+        env.enlarge_pool(env.threads_needed(env.num_cpu_devices()))
         return
     from torch_xla_pp import xla_compat
 

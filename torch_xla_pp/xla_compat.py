@@ -72,7 +72,7 @@ def size_pool() -> None:
     program makes itself.
     """
     if not _XLAC._xla_runtime_is_initialized():
-        env.size_pool(env.threads_needed(env.num_cpu_devices()))
+        env.enlarge_pool(env.threads_needed(env.num_cpu_devices()))
 
 
 def _check_pool() -> None:
