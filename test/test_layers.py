@@ -16,7 +16,7 @@ LAYERS = (
     ("hlo", "native"),
     ("deferred", "transport"),
     ("graph", "world"),
-    ("plan", "simulate"),
+    ("plan", "simulate", "torch_compat"),
     ("compile",),
     ("runtime",),
     ("profile", "launch"),

@@ -109,14 +109,18 @@ class StepKinds:
 
     Args:
         agreement: What the ranks agreed on.
+
+    Attributes:
+        step: Number of the step, equal on all ranks once its kind is known.
     """
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
         self._numbers = KindNumbers()
         self._generation = agreement.rendezvous.generation
-        self._step = 0
+        self._count = 0
         self._current: int | None = None
+        self.step = 0
 
     def begin_step(self) -> None:
         """Count a step; every rank must call it once a step.
@@ -126,18 +130,21 @@ class StepKinds:
         generation = self._agreement.rendezvous.generation
         if generation != self._generation:
             self._generation = generation
-            self._step = 0
-        self._step += 1
+            self._count = 0
+        self._count += 1
         self._current = None
 
-    def announce(self, kind: Any) -> None:
+    def announce(self, kind: Any, step: int) -> None:
         """Tell all ranks the number of this step's kind; for the first stage's rank.
 
         Args:
             kind: What can be compared with the kinds of earlier steps.
+            step: Number of the step, by which random numbers differ; after a failure
+                not all ranks have counted the same steps.
         """
         self._current = self._numbers.number(kind)
-        self._agreement.rendezvous.announce(self._name, self._current)
+        self.step = step
+        self._agreement.rendezvous.announce(self._name, (self._current, step))
 
     def current(self) -> int:
         """Return the number of this step's kind, waiting for the first stage's rank.
@@ -150,12 +157,12 @@ class StepKinds:
         if self._current is None:
             first = self._agreement.wiring.ranks[0]
             found = self._agreement.rendezvous.take(self._name, first)
-            self._current = int(found)
+            self._current, self.step = found
         return self._current
 
     @property
     def _name(self) -> str:
-        return f"kind of step {self._step}/{self._agreement.key}"
+        return f"kind of step {self._count}/{self._agreement.key}"
 
 
 def compare_replicas(rendezvous: Rendezvous, claim: ReplicaClaim) -> None:

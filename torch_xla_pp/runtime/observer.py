@@ -9,8 +9,8 @@ from torch.profiler import record_function
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.mesh import Tiling
-from torch_xla_pp.runtime.torch_compat import is_profiling
 from torch_xla_pp.schedule import Action
+from torch_xla_pp.torch_compat import is_profiling
 from torch_xla_pp.transport import Message
 
 Marks = Mapping[str, Tensor]

@@ -23,20 +23,18 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import CompiledStage, StageKind
 from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PipelineError
-from torch_xla_pp.plan import Claim, StagePlan
-from torch_xla_pp.runtime.agreement import Agreement
+from torch_xla_pp.plan import StagePlan
 from torch_xla_pp.runtime.gradients.finish import combine
-from torch_xla_pp.runtime.gradients.replicas import agree_on_replicas
-from torch_xla_pp.runtime.gradients.tied import check_separate
 from torch_xla_pp.runtime.links import Links
 from torch_xla_pp.runtime.loss import StageLoss
 from torch_xla_pp.runtime.observer import NOBODY, Marks, Observer, shown_as
 from torch_xla_pp.runtime.outputs import StageOutputs
 from torch_xla_pp.runtime.saved import SavedValues
 from torch_xla_pp.runtime.stage_model import StageModel
-from torch_xla_pp.runtime.step_plans import StepPlans
-from torch_xla_pp.runtime.steps_ahead import StepsAhead
-from torch_xla_pp.runtime.torch_compat import (
+from torch_xla_pp.runtime.step_plans import StepPlans, agree_on_pipeline
+from torch_xla_pp.runtime.wrong_input import check_batch
+from torch_xla_pp.schedule import Action, Kind
+from torch_xla_pp.torch_compat import (
     SilentStage,
     StepCall,
     TorchSchedule,
@@ -50,13 +48,10 @@ from torch_xla_pp.runtime.torch_compat import (
     merge_outputs_by,
     merge_spec,
     num_microbatches,
-    order_of,
     rank_of,
     set_loss_function,
 )
-from torch_xla_pp.runtime.wrong_input import check_batch
-from torch_xla_pp.schedule import Action, Kind, verify
-from torch_xla_pp.transport import LinkedGroups, XlaPpProcessGroup
+from torch_xla_pp.transport import LinkedGroups, StepsAhead, XlaPpProcessGroup
 
 
 class LocalStage(Protocol):
@@ -244,50 +239,10 @@ class RankPipeline:
         if self._plans is not None:
             return
         with self.reporting():
-            self._prepare()
-
-    def _prepare(self) -> None:
-        stages, group = self.stages, self._process_group
-        check_separate({stage.stage_index: stage.submod for stage in stages})
-        order = order_of(self.schedule)
-        claim = Claim(
-            stages=tuple(stage.model.claim() for stage in stages),
-            num_stages=stages[0].num_stages,
-            num_microbatches=self.num_microbatches,
-            schedule=type(self.schedule).__name__,
-            order="" if order is None else order.digest(),
-            transport=group.transport.name,
-            replica=stages[0].model.replica,
-        )
-        agreement = Agreement.on(group.rendezvous, claim)
-        wiring = agreement.wiring
-        if order is not None:
-            dump("schedule.csv", order.to_csv)
-            verify(
-                order,
-                wiring.edges(),
-                placement=dict(enumerate(wiring.ranks)),
-                num_microbatches=self.num_microbatches,
-                carriers=wiring.carriers(),
+            models = [stage.model for stage in self.stages]
+            self._plans, self._ahead = agree_on_pipeline(
+                self.schedule, models, self._process_group
             )
-        agree_on_replicas(
-            {stage.stage_index: stage.model.replicas for stage in stages},
-            stages[0].num_stages,
-        )
-        plans = StepPlans(
-            agreement, [stage.model for stage in stages], self.num_microbatches
-        )
-        plans.begin_step()
-        mine = [stage.stage_index for stage in stages]
-        self._ahead = StepsAhead(
-            group,
-            agreement.key,
-            sources=[wiring.ranks[p] for s in mine for p in wiring.producers(s)],
-            takers=[wiring.ranks[c] for s in mine for c in wiring.consumers(s)],
-        )
-        for stage in stages:
-            stage.model.connect(wiring)
-        self._plans = plans
 
     # Actions.
 
@@ -315,8 +270,10 @@ class RankPipeline:
                 "step: expected stages that were prepared, got a forward before. Let "
                 "the schedule's step or eval call it."
             )
-        self._current = self._plans.find(args, kwargs)
+        own = max(stage.num_steps for stage in self.stages)
+        self._current = self._plans.find(args, kwargs, own)
         for stage in self.stages:
+            stage.num_steps = self._plans.step
             compiled = self.run(stage).compiled
             if compiled.lacking and stage.has_backward:
                 raise PipelineError(

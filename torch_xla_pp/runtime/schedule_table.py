@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_pp.runtime.rank import RankPipeline
 from torch_xla_pp.runtime.stage import PipelineStage
-from torch_xla_pp.runtime.torch_compat import (
+from torch_xla_pp.schedule import Action, Schedule, verify
+from torch_xla_pp.torch_compat import (
     ScheduleMulti,
     StepCall,
     begin_microbatches,
@@ -23,7 +24,6 @@ from torch_xla_pp.runtime.torch_compat import (
     loss_of,
     set_order,
 )
-from torch_xla_pp.schedule import Action, Schedule, verify
 from torch_xla_pp.transport import of_group
 
 

@@ -25,15 +25,13 @@ from torch_xla_pp.mesh import AUTO, BatchAxis, LogicalAxes, Sharding
 from torch_xla_pp.plan import InputsFrom
 from torch_xla_pp.runtime.outputs import StageOutputs
 from torch_xla_pp.runtime.rank import RankPipeline, Run
-from torch_xla_pp.runtime.saved import SavedValues
-from torch_xla_pp.runtime.stage_memory import StageMemory, optimizer_bytes
+from torch_xla_pp.runtime.saved import SavedValues, StageMemory, optimizer_bytes
 from torch_xla_pp.runtime.stage_model import (
     StageModel,
     StageOptions,
     TracedModel,
     linked_groups,
 )
-from torch_xla_pp.runtime.torch_compat import SilentStage
 from torch_xla_pp.runtime.wrong_input import (
     check_device,
     check_index,
@@ -41,6 +39,7 @@ from torch_xla_pp.runtime.wrong_input import (
     example_tensors,
 )
 from torch_xla_pp.schedule import Kind
+from torch_xla_pp.torch_compat import SilentStage
 from torch_xla_pp.transport import of_group
 
 

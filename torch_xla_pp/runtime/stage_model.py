@@ -91,7 +91,9 @@ class StageModel:
         options: How the stage is built.
 
     Attributes:
+        module: As given.
         index: Index of the stage.
+        num_stages: As given.
         is_first: Whether no stage comes before it.
         is_last: Whether no stage comes after it.
         world: The devices of its rank.
@@ -112,8 +114,8 @@ class StageModel:
         options: StageOptions,
     ) -> None:
         check_remat(options.remat)
-        self._module = module
-        self.index = stage
+        self.module = module
+        self.index, self.num_stages = stage, num_stages
         self.is_first, self.is_last = stage == 0, stage == num_stages - 1
         self._inputs = StageInputs.of(stage, options.inputs_from)
         sharding = {} if options.sharding is None else options.sharding
@@ -206,7 +208,7 @@ class StageModel:
 
     def look(self) -> Mode:
         """Look at the mode that the module is in."""
-        follow_mode(self._module)
+        follow_mode(self.module)
         for baked in self._baked:
             baked.check()
         self.mode = Mode.of(self._captured)
@@ -278,7 +280,7 @@ class StageModel:
         programs = {**self.state.programs, **compiled.programs.compiled}
         return Explanation(
             stage=self.index,
-            num_parameters=sum(p.numel() for p in self._module.parameters()),
+            num_parameters=sum(p.numel() for p in self.module.parameters()),
             parameter_bytes=sum(device_bytes([*self.state.fixed.values()])),
             received_bytes=bytes_of(plan.received, mesh),
             sent_bytes=bytes_of(compiled.outputs, mesh),

@@ -1,14 +1,23 @@
-"""The kinds of a rank's steps: each is planned, compiled and agreed on once."""
+"""The kinds of a rank's steps: each is planned, compiled and agreed on once.
+
+Before the first step of a schedule, `agree_on_pipeline` compares what the ranks have.
+"""
 
 import logging
 from collections.abc import Sequence
 from typing import Any
 
 from torch_xla_pp.compile import StageCompiler, StageKind
-from torch_xla_pp.plan import check_kwargs
+from torch_xla_pp.dump import dump
+from torch_xla_pp.plan import Claim, check_kwargs
 from torch_xla_pp.runtime.agreement import Agreement, StepKinds
+from torch_xla_pp.runtime.gradients.replicas import agree_on_replicas
+from torch_xla_pp.runtime.gradients.tied import check_separate
 from torch_xla_pp.runtime.links import Links
 from torch_xla_pp.runtime.stage_model import StageModel
+from torch_xla_pp.schedule import verify
+from torch_xla_pp.torch_compat import TorchSchedule, num_microbatches, order_of
+from torch_xla_pp.transport import StepsAhead, XlaPpProcessGroup
 
 _MANY_PLANS = 8
 
@@ -42,8 +51,13 @@ class StepPlans:
         """Count a step; every rank must call it once a step."""
         self._numbers.begin_step()
 
+    @property
+    def step(self) -> int:
+        """Return the number of the step, equal on all ranks, after `find`."""
+        return self._numbers.step
+
     def find(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int
     ) -> dict[int, StageKind[Links]]:
         """Return the stages, by index, in the kind of this step; at its first forward.
 
@@ -54,13 +68,14 @@ class StepPlans:
         Args:
             args: Positional arguments of a microbatch, for the first of the stages.
             kwargs: Keyword arguments, for all stages.
+            step: Number of the step on this rank.
         """
         found: dict[int, StageKind[Links]] = {}
         for stage in self._stages:
             mode = stage.look()
             own = () if found else args
             if stage.is_first:
-                self._numbers.announce(stage.kind_of_step(own, kwargs))
+                self._numbers.announce(stage.kind_of_step(own, kwargs), step)
             number = self._numbers.current()
             if number in self._known:
                 kind = self._known[number][stage.index]
@@ -126,3 +141,59 @@ class StepPlans:
                 count,
             )
         self._num_compiled[stage] = count
+
+
+def agree_on_pipeline(
+    schedule: TorchSchedule, stages: Sequence[StageModel], group: XlaPpProcessGroup
+) -> tuple[StepPlans, StepsAhead]:
+    """Agree with the other ranks on the stages and where they are.
+
+    Args:
+        schedule: What drives the stages.
+        stages: Those of this rank.
+        group: The ranks of the pipeline.
+
+    Returns:
+        The kinds of steps, none of which is known yet, and how far this rank may be
+        ahead of others.
+
+    Raises:
+        PlanError: The ranks do not build one pipeline.
+        ScheduleError: The order of actions cannot run, see `schedule.verify`.
+    """
+    check_separate({stage.index: stage.module for stage in stages})
+    order, count = order_of(schedule), num_microbatches(schedule)
+    claim = Claim(
+        stages=tuple(stage.claim() for stage in stages),
+        num_stages=stages[0].num_stages,
+        num_microbatches=count,
+        schedule=type(schedule).__name__,
+        order="" if order is None else order.digest(),
+        transport=group.transport.name,
+        replica=stages[0].replica,
+    )
+    agreement = Agreement.on(group.rendezvous, claim)
+    wiring = agreement.wiring
+    if order is not None:
+        dump("schedule.csv", order.to_csv)
+        verify(
+            order,
+            wiring.edges(),
+            placement=dict(enumerate(wiring.ranks)),
+            num_microbatches=count,
+            carriers=wiring.carriers(),
+        )
+    replicas = {stage.index: stage.replicas for stage in stages}
+    agree_on_replicas(replicas, stages[0].num_stages)
+    plans = StepPlans(agreement, stages, count)
+    plans.begin_step()
+    mine = [stage.index for stage in stages]
+    ahead = StepsAhead(
+        group,
+        agreement.key,
+        sources=[wiring.ranks[p] for s in mine for p in wiring.producers(s)],
+        takers=[wiring.ranks[c] for s in mine for c in wiring.consumers(s)],
+    )
+    for stage in stages:
+        stage.connect(wiring)
+    return plans, ahead

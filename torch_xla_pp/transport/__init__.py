@@ -17,6 +17,7 @@ from torch_xla_pp.transport.stage_transport import (
     ShardLayout,
     StageTransport,
 )
+from torch_xla_pp.transport.steps_ahead import StepsAhead
 
 __all__ = [
     "InGraphTransport",
@@ -26,6 +27,7 @@ __all__ = [
     "Rendezvous",
     "ShardLayout",
     "StageTransport",
+    "StepsAhead",
     "Ticket",
     "XlaPpProcessGroup",
     "forget_group_numbers",

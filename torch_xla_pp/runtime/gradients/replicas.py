@@ -42,7 +42,7 @@ from torch_xla_pp.runtime.channels import (
     returned_for,
     run_with,
 )
-from torch_xla_pp.runtime.fingerprint import fingerprints
+from torch_xla_pp.runtime.gradients.fingerprint import fingerprints
 from torch_xla_pp.runtime.module_state import ModuleState
 from torch_xla_pp.transport import Message, ShardLayout, XlaPpProcessGroup, of_group
 

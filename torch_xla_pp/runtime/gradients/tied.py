@@ -41,7 +41,7 @@ from torch_xla_pp.runtime.channels import (
     borders_of,
     run_with,
 )
-from torch_xla_pp.runtime.fingerprint import fingerprint
+from torch_xla_pp.runtime.gradients.fingerprint import fingerprint
 from torch_xla_pp.runtime.module_state import ModuleState
 from torch_xla_pp.transport import Message, ShardLayout
 

@@ -12,14 +12,15 @@ ones are needed for.
 from collections import deque
 from collections.abc import Iterable
 
-from torch_xla_pp.transport import Ticket, XlaPpProcessGroup
+from torch_xla_pp.transport.inbox import Ticket
+from torch_xla_pp.transport.process_group import XlaPpProcessGroup
 
 MOST_STEPS = 2
 """Steps of one rank that another one, which takes values of it, has not done."""
 
 
 class StepsAhead:
-    """Keep the stages of one rank and schedule from running ahead.
+    """A bound on how far the stages of one rank and schedule run ahead.
 
     Args:
         group: The ranks of the pipeline.
