@@ -22,7 +22,9 @@ def files_of_a_forward() -> list[str]:
     """Return the files that the second step's first forward enters."""
     join()
     rank = dist.get_rank()
-    stage = xpp.PipelineStage(nn.Linear(4, 4), rank, dist.get_world_size(), xpp.device())
+    stage = xpp.PipelineStage(
+        nn.Linear(4, 4), rank, dist.get_world_size(), xpp.device()
+    )
     schedule = ScheduleGPipe(stage, 3, loss_fn=nn.functional.mse_loss)
     x = torch.zeros(6, 4)
     args: tuple[Any, ...] = (x,) if rank == 0 else ()
