@@ -88,11 +88,11 @@ def test_a_pool_grows_to_what_is_needed_and_never_shrinks(
     cores = len(os.sched_getaffinity(0))
     monkeypatch.delenv("NPROC", raising=False)
     monkeypatch.delenv("PJRT_NPROC", raising=False)
-    assert env.size_pool(1) == cores
+    assert env.enlarge_pool(1) == cores
     assert "PJRT_NPROC" not in os.environ
-    assert env.size_pool(cores + 3) == cores + 3
+    assert env.enlarge_pool(cores + 3) == cores + 3
     assert os.environ["PJRT_NPROC"] == str(cores + 3)
-    assert env.size_pool(cores + 1) == cores + 3
+    assert env.enlarge_pool(cores + 1) == cores + 3
     monkeypatch.setenv("PJRT_NPROC", "many")
     monkeypatch.setenv("NPROC", "90")
     assert env.pool_size() == 90

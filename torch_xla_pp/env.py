@@ -54,7 +54,7 @@ def add_xla_flag(name: str, value: str) -> bool:
     return True
 
 
-def size_pool(num_threads: int) -> int:
+def enlarge_pool(num_threads: int) -> int:
     """Let the client that torch_xla makes next have a pool of so many threads.
 
     Sets `PJRT_NPROC`, which it takes the size from: each of its two pools, one for

@@ -32,8 +32,8 @@ from torch_xla_pp.graph import (
     add_mode,
     begin_modes,
     check_split_spec,
-    describe,
-    finish,
+    describe_stages,
+    finish_split,
     follow_mode,
     for_each_mode,
     has_mixed_mode,
@@ -88,7 +88,7 @@ class Pipe(_TracedPipe):
     ) -> None:
         self._activations = activations
         self._baked: Baked | None = None
-        finish(traced.split_gm, prepared)
+        finish_split(traced.split_gm, prepared)
         super().__init__(
             traced.split_gm,
             traced.num_stages,
@@ -99,7 +99,7 @@ class Pipe(_TracedPipe):
         for index in range(self.num_stages):
             tie_parameters(names, self.get_stage_module(index))
             keep_parameters(model, self.get_stage_module(index))
-        self.stage_graph = describe(self.split_gm, prepared.names, names)
+        self.stage_graph = describe_stages(self.split_gm, prepared.names, names)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Run all stages in this process, one after the other.

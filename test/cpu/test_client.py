@@ -58,7 +58,7 @@ def test_cpu_devices_get_threads_and_products_without_xnnpack() -> None:
 def test_the_users_flag_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xla_compat, "has_client", lambda: False)
     monkeypatch.setattr(xla_compat, "device_kind", lambda: "CPU")
-    monkeypatch.setattr(env, "size_pool", lambda _: None)
+    monkeypatch.setattr(env, "enlarge_pool", lambda _: None)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_xnnpack=true")
     cpu.prepare()
     assert os.environ["XLA_FLAGS"] == "--xla_cpu_use_xnnpack=true"

@@ -41,12 +41,12 @@ def test_tied_tensors_have_all_of_their_names() -> None:
 
 
 def test_a_state_has_each_parameter_once_and_parameters_first() -> None:
-    roles = [place.role for place in state_of(Tied())]
-    assert roles == [
-        "param:head.weight",
-        "param:head.bias",
-        "buffer:mask",
-        "buffer:embedding.mask",
+    held = [(place.holding, place.name) for place in state_of(Tied())]
+    assert held == [
+        ("parameter", "head.weight"),
+        ("parameter", "head.bias"),
+        ("buffer", "mask"),
+        ("buffer", "embedding.mask"),
     ]
 
 

@@ -24,7 +24,9 @@ def test_arguments_that_look_alike_have_equal_templates() -> None:
     other, _ = Template.of_arguments([A + 1, (A + 2, 3)], {"mask": B + 1})
     assert other == template
     assert hash(other) == hash(template)
-    assert str(template) == "(float32[2, 3], float32[2, 3], 3, int64[4])"
+    args, kwargs = template.fill(template.slots)
+    assert str(args) == "(float32[2, 3], (float32[2, 3], 3))"
+    assert str(kwargs) == "{'mask': int64[4]}"
 
 
 @pytest.mark.parametrize(

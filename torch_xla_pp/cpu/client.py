@@ -23,7 +23,7 @@ def prepare() -> None:
     """
     if _is_cpu() and not xla_compat.has_client():
         env.add_xla_flag("xla_cpu_use_xnnpack", "false")
-        env.size_pool(_num_threads(env.num_cpu_devices()))
+        env.enlarge_pool(_num_threads(env.num_cpu_devices()))
 
 
 @contextlib.contextmanager

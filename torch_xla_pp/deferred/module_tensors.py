@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-Holding = Literal["param", "buffer", "attribute"]
+Holding = Literal["parameter", "buffer", "attribute"]
 
-PARAMETER: Holding = "param"
+PARAMETER: Holding = "parameter"
 BUFFER: Holding = "buffer"
 ATTRIBUTE: Holding = "attribute"
 

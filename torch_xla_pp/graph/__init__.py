@@ -1,7 +1,7 @@
 """WHAT: the stages of a split model and the values that flow between them."""
 
 from torch_xla_pp.graph.captured import Baked, Captured
-from torch_xla_pp.graph.finish import describe, finish
+from torch_xla_pp.graph.finish_split import describe_stages, finish_split
 from torch_xla_pp.graph.marks import pipeline_yield
 from torch_xla_pp.graph.modes import (
     OtherMode,
@@ -60,8 +60,8 @@ __all__ = [
     "axes_of",
     "begin_modes",
     "check_split_spec",
-    "describe",
-    "finish",
+    "describe_stages",
+    "finish_split",
     "follow_mode",
     "for_each_mode",
     "has_mixed_mode",

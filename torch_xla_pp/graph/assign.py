@@ -184,7 +184,7 @@ def _check_order(
                 tied = [m for m in written if groups[m.accesses[0]] == groups[op]]
                 raise PlanError(
                     "pipeline: expected stages without a cycle, got "
-                    f"{place_of(op)}, which needs {_title(index[source], names)} and "
+                    f"{source_of(op)}, which needs {_title(index[source], names)} and "
                     "is needed before it, for the sake of what is written in place: "
                     f"{', '.join(str(m.root.target) for m in tied)}. Keep all uses of "
                     "a tensor that is written in place on one side of the yield."
@@ -268,7 +268,7 @@ def _title(index: int, names: Sequence[str]) -> str:
     return f"yield {names[index]!r}" if names[index] else f"yield number {index}"
 
 
-def place_of(node: fx.Node) -> str:
+def source_of(node: fx.Node) -> str:
     """Return what a node is and where the model's source has it."""
     lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
     where = [line.strip() for line in lines if line.strip().startswith("File ")]

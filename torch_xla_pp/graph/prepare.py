@@ -7,7 +7,7 @@ that crosses from stage to stage is a tensor that an earlier stage returns:
   those that later stages read;
 * the last stage takes and returns the outputs of the model that earlier ones make.
 
-Both are done with `carry` nodes, which do nothing and which `finish` takes out again.
+Both are done with `carry` nodes, which do nothing; `finish_split` takes them out again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from torch_xla_pp.errors import PlanError
 from torch_xla_pp.graph.assign import (
     assign_stages,
     is_yielded,
-    place_of,
+    source_of,
 )
 from torch_xla_pp.graph.call_spec import CallSpec
 from torch_xla_pp.graph.marks import YIELD
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """Keep what `finish` must know about the model that was cut.
+    """Keep what `finish_split` must know about the model that was cut.
 
     Args:
         names: The stages' names.
@@ -107,9 +107,9 @@ def _check_written(written: Sequence[Written], stages: Mapping[fx.Node, int]) ->
         ops = [*memory.bound, *_stale_readers(memory, stages)]
         places = {stages[op]: op for op in ops}
         if len(places) > 1:
-            uses = [f"stage {s} at {place_of(op)}" for s, op in sorted(places.items())]
+            uses = [f"stage {s} at {source_of(op)}" for s, op in sorted(places.items())]
             kind = "buffer" if memory.is_buffer else "tensor"
-            name = memory.root.target if memory.is_buffer else place_of(memory.root)
+            name = memory.root.target if memory.is_buffer else source_of(memory.root)
             faults.append(
                 f"pipeline: expected the {kind} {name}, which is written in place, to "
                 f"be used by one stage, got {'; '.join(uses)}: stages that depend on "
@@ -205,8 +205,8 @@ def _check_values(stages: Mapping[fx.Node, int]) -> None:
         value = node.meta.get("val")
         if users and not isinstance(value, Tensor):
             faults.append(
-                f"pipeline: {place_of(node)} of stage {stage} is read by stage "
-                f"{stages[users[0]]} at {place_of(users[0])}: expected a tensor, got "
+                f"pipeline: {source_of(node)} of stage {stage} is read by stage "
+                f"{stages[users[0]]} at {source_of(users[0])}: expected a tensor, got "
                 f"{type(value).__name__}, which cannot cross between stages. Make it "
                 "a tensor, compute it in both stages, or move the split points."
             )

@@ -25,7 +25,7 @@ class Slot:
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return type_text(self.shape, self.dtype) or f"tensor {self.index}"
 
 
@@ -82,14 +82,16 @@ class Template:
         marks = [next(slots) if isinstance(x, Tensor) else x for x in leaves]
         return cls(spec, tuple(marks)), found
 
-    def __str__(self) -> str:
-        return f"({', '.join(map(str, self.leaves))})"
+    @property
+    def slots(self) -> list[Slot]:
+        """Return the slots by their numbers."""
+        slots = {leaf.index: leaf for leaf in self.leaves if isinstance(leaf, Slot)}
+        return [slots[index] for index in sorted(slots)]
 
     @property
     def num_slots(self) -> int:
         """Return the number of tensors."""
-        slots = {leaf for leaf in self.leaves if isinstance(leaf, Slot)}
-        return len(slots)
+        return len(self.slots)
 
     @property
     def constants(self) -> list[Any]:

@@ -15,16 +15,14 @@ class Arguments:
     """What a schedule passes in for a microbatch.
 
     Args:
-        template: Positional and keyword arguments, with slots in place of tensors.
-        tensors: Shape and dtype of each of these.
+        template: Positional and keyword arguments, with slots in place of tensors
+            that know their shapes and dtypes.
     """
 
     template: Template
-    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     def __str__(self) -> str:
-        texts = [f"{str(d).removeprefix('torch.')}{list(s)}" for s, d in self.tensors]
-        args, kwargs = self.template.fill([_Text(text) for text in texts])
+        args, kwargs = self.template.fill(self.template.slots)
         named = [f"{name}={value}" for name, value in kwargs.items()]
         return f"({', '.join([*map(str, args), *named])})"
 
@@ -33,22 +31,13 @@ class Arguments:
         cls, args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> tuple["Arguments", list[Tensor]]:
         """Return what describes arguments, and the tensors among them."""
-        template, tensors = Template.of((tuple(args), dict(kwargs or {})))
-        return cls(template, tuple((tuple(x.shape), x.dtype) for x in tensors)), tensors
+        template, tensors = Template.of_arguments(args, kwargs)
+        return cls(template), tensors
 
     def fill(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Return such arguments, with `tensors` in place."""
         args, kwargs = self.template.fill(tensors)
         return args, kwargs
-
-
-class _Text(str):
-    """A text that prints without quotes."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 class Mode(NamedTuple):

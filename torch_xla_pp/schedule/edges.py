@@ -5,15 +5,15 @@ An edge is a pair (producer, consumer) of stages. A producer is always the lower
 
 from collections.abc import Iterable, Mapping, Sequence
 
-Edge = tuple[int, int]
+StagePair = tuple[int, int]
 
 
-def chain_of(num_stages: int) -> tuple[Edge, ...]:
+def chain_of(num_stages: int) -> tuple[StagePair, ...]:
     """Return the edges of stages of which each uses the one before."""
     return tuple((stage, stage + 1) for stage in range(num_stages - 1))
 
 
-def check_edges(user: str, edges: Iterable[Edge], num_stages: int) -> None:
+def check_edges(user: str, edges: Iterable[StagePair], num_stages: int) -> None:
     """Refuse edges that do not lead from a stage to a higher one.
 
     Raises:
@@ -28,7 +28,7 @@ def check_edges(user: str, edges: Iterable[Edge], num_stages: int) -> None:
         )
 
 
-def neighbours_of(edges: Iterable[Edge], num_stages: int) -> list[list[int]]:
+def neighbours_of(edges: Iterable[StagePair], num_stages: int) -> list[list[int]]:
     """Return for each stage where the edges that begin at it lead."""
     found: list[list[int]] = [[] for _ in range(num_stages)]
     for first, second in edges:
@@ -36,7 +36,7 @@ def neighbours_of(edges: Iterable[Edge], num_stages: int) -> list[list[int]]:
     return found
 
 
-def depths_of(edges: Iterable[Edge], num_stages: int) -> list[int]:
+def depths_of(edges: Iterable[StagePair], num_stages: int) -> list[int]:
     """Return the number of stages on the longest path from each stage to an end."""
     consumers = neighbours_of(edges, num_stages)
     depths = [1] * num_stages
@@ -73,7 +73,7 @@ def givers_of(
 def carriers_of(
     values: Iterable[tuple[int, Iterable[int]]],
     placement: Mapping[int, int] | Sequence[int],
-) -> list[Edge]:
+) -> list[StagePair]:
     """Return pairs (carrier, other) of stages of which the first has to run before.
 
     Args:

@@ -7,10 +7,10 @@ from torch_xla_pp.simulate.costs import (
     edge_flows,
     stage_seconds,
 )
-from torch_xla_pp.simulate.engine import simulate
 from torch_xla_pp.simulate.estimated import estimated_costs
 from torch_xla_pp.simulate.measured import measured_costs, measured_network
 from torch_xla_pp.simulate.network import Link, Network
+from torch_xla_pp.simulate.simulation import simulate
 
 __all__ = [
     "Costs",

@@ -1,7 +1,7 @@
 """Which messages an action waits for, and which it sends.
 
 Terms: a *hop* brings values or gradients from one stage to another. Hops between ranks
-are messages; those of one phase from a stage to another are one *channel*, which
+are messages; those of one phase from a stage to another are one *stream*, which
 carries one message for each microbatch. What stays on a rank is there at once.
 """
 
@@ -30,7 +30,7 @@ class Hop(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Channel:
+class Stream:
     """Describe the messages that one stage sends another.
 
     Args:
@@ -53,13 +53,13 @@ class Routes:
     """Hold what the actions of each stage and phase need and send.
 
     Args:
-        channels: All channels.
-        receives: Numbers of the channels that bring what they need.
-        sends: Numbers of the channels that they send on.
+        streams: All streams.
+        receives: Numbers of the streams that bring what they need.
+        sends: Numbers of the streams that they send on.
         after: What has to come before them on their rank, for the same microbatch.
     """
 
-    channels: tuple[Channel, ...]
+    streams: tuple[Stream, ...]
     receives: Mapping[Phase, list[int]]
     sends: Mapping[Phase, list[int]]
     after: Mapping[Phase, list[Phase]]
@@ -81,17 +81,15 @@ class Routes:
         for stage in placement:
             after[stage, BACKWARD].append((stage, FORWARD))
             after[stage, WEIGHT].append((stage, BACKWARD))
-        channels: list[Channel] = []
+        streams: list[Stream] = []
         for hop in _merged(hop for flow in flows for hop in hops(flow, placement)):
             if placement[hop.sender] == placement[hop.receiver]:
                 after[hop.receiver, hop.phase].append((hop.sender, hop.phase))
                 continue
-            sends[hop.sender, hop.phase].append(len(channels))
-            receives[hop.receiver, hop.phase].append(len(channels))
-            channels.append(_channel(hop, placement, network))
-        return cls(
-            channels=tuple(channels), receives=receives, sends=sends, after=after
-        )
+            sends[hop.sender, hop.phase].append(len(streams))
+            receives[hop.receiver, hop.phase].append(len(streams))
+            streams.append(_stream(hop, placement, network))
+        return cls(streams=tuple(streams), receives=receives, sends=sends, after=after)
 
 
 def hops(flow: Flow, placement: Mapping[int, int]) -> Iterator[Hop]:
@@ -112,10 +110,10 @@ def _merged(hops: Iterator[Hop]) -> Iterator[Hop]:
         yield Hop(phase, sender, receiver, num_bytes)
 
 
-def _channel(hop: Hop, placement: Mapping[int, int], network: Network) -> Channel:
+def _stream(hop: Hop, placement: Mapping[int, int], network: Network) -> Stream:
     sender_rank, receiver_rank = placement[hop.sender], placement[hop.receiver]
     link = network.link(sender_rank, receiver_rank)
-    return Channel(
+    return Stream(
         hop=hop,
         sender_rank=sender_rank,
         receiver_rank=receiver_rank,

@@ -35,7 +35,7 @@ for name in torch_xla_pp.__all__:
 _PR_SET_PDEATHSIG = 1
 
 
-def main(parent: Connection, log: str, env: dict[str, str]) -> None:
+def run_worker(parent: Connection, log: str, env: dict[str, str]) -> None:
     """Serve the other end of `parent` in an environment; print to the file `log`."""
     _end_with_parent()
     with open(log, "ab") as file:

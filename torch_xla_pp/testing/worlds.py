@@ -27,7 +27,7 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, cast
 
-from torch_xla_pp.testing.worker import main
+from torch_xla_pp.testing.worker import run_worker
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 GRACE_S = 10.0
@@ -73,7 +73,7 @@ class _Worker:
         _ensure_server(environment)
         with child:
             self._process = _CONTEXT.Process(
-                target=main,
+                target=run_worker,
                 args=(child, self._log.name, environment),
                 daemon=True,
             )
@@ -298,7 +298,7 @@ def _ensure_server(environment: dict[str, str]) -> None:
     before = dict(os.environ)
     os.environ.update(environment)
     try:
-        _CONTEXT.set_forkserver_preload([main.__module__])
+        _CONTEXT.set_forkserver_preload([run_worker.__module__])
         forkserver.ensure_running()
     finally:
         os.environ.clear()

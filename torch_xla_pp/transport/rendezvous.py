@@ -37,8 +37,8 @@ _REPORT = "xla_pp_report"
 _SHARED_BUILTINS = ("ValueError", "TypeError", "RuntimeError")
 
 
-class Channel(Protocol):
-    """Be told of failures, from any thread; never wait."""
+class Listener(Protocol):
+    """What is told of failures, from any thread; it never waits."""
 
     def report(self, generation: int, report: str) -> None:
         """Take the report that ends a generation, of this rank or of a peer."""
@@ -95,18 +95,18 @@ class Rendezvous:
         self._relayed: BaseException | None = None
         self._told: dict[int, str] = {}
         self._last = ""
-        self._channels: list[Channel] = []
+        self._listeners: list[Listener] = []
         self._others: list[Rendezvous] = []
         sockets.on("control", self._hear)
         sockets.on_gone(self._lose)
 
-    def join(self, channel: Channel) -> None:
-        """Pass the reports that this rank makes or hears on to `channel`, too.
+    def join(self, listener: Listener) -> None:
+        """Pass the reports that this rank makes or hears on to `listener`, too.
 
         A report is a text of at least four lines: the rank, the type of its error, the
         context, and the error's text.
         """
-        self._channels.append(channel)
+        self._listeners.append(listener)
 
     def link(self, other: "Rendezvous") -> None:
         """Pass failures in this group on to another one of this rank."""
@@ -251,8 +251,8 @@ class Rendezvous:
                 return
             self._told[generation] = report
             self._changed.notify_all()
-        for channel in self._channels:
-            channel.report(generation, report)
+        for listener in self._listeners:
+            listener.report(generation, report)
         for other in self._others:
             other.pass_on(report)
 
@@ -285,8 +285,8 @@ class Rendezvous:
         report = _reported(error) or own
         self._last = report
         self._flood("report", self._generation, report)
-        for channel in self._channels:
-            channel.report(self._generation, report)
+        for listener in self._listeners:
+            listener.report(self._generation, report)
         self._relayed = error
         self._advance()
         if context and report == own:
@@ -448,8 +448,8 @@ class Rendezvous:
             for entry in [e for e in self._values if e.generation == ended]:
                 del self._values[entry]
             self._rounds.clear()
-        for channel in self._channels:
-            channel.end(ended)
+        for listener in self._listeners:
+            listener.end(ended)
 
     def _is_relayed(self, error: BaseException | None) -> bool:
         if error is None or self._relayed is None:

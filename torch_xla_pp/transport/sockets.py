@@ -39,7 +39,7 @@ from torch_xla_pp import env
 from torch_xla_pp.errors import TransportError
 from torch_xla_pp.transport.gloo_compat import PrefixStore, Store
 
-Kind = Literal["control", "data"]
+Traffic = Literal["control", "data"]
 Receiver = Callable[[int, Any, list[Tensor]], None]
 
 FANOUT = 32
@@ -47,7 +47,7 @@ FANOUT = 32
 
 TOKEN_BYTES = 16
 
-_KINDS: tuple[Kind, ...] = ("control", "data")
+_KINDS: tuple[Traffic, ...] = ("control", "data")
 _FAREWELL = len(_KINDS)
 _HEAD = struct.Struct("<BQ")  # kind, bytes of the pickled content
 _HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")  # token, rank
@@ -113,7 +113,7 @@ class Sockets:
         if self.rank:
             self._connect(self.neighbours[0])
 
-    def on(self, kind: Kind, receiver: Receiver) -> None:
+    def on(self, kind: Traffic, receiver: Receiver) -> None:
         """Give frames of a kind to `receiver`, with their source; call it early."""
         self._receivers[_KINDS.index(kind)] = receiver
 
@@ -130,7 +130,7 @@ class Sockets:
         return peer in self._links or peer == self.rank
 
     def send(
-        self, peer: int, kind: Kind, content: Any, parts: Sequence[Tensor] = ()
+        self, peer: int, kind: Traffic, content: Any, parts: Sequence[Tensor] = ()
     ) -> None:
         """Send a frame to another rank; returns at once.
 
@@ -150,7 +150,7 @@ class Sockets:
         frame = _encode(_KINDS.index(kind), content, parts)
         self._loop.call_soon_threadsafe(link.put, frame)
 
-    def send_if_there(self, peer: int, kind: Kind, content: Any) -> None:
+    def send_if_there(self, peer: int, kind: Traffic, content: Any) -> None:
         """Send a frame to another rank, unless that or this one has gone."""
         with contextlib.suppress(TransportError):
             self.send(peer, kind, content)

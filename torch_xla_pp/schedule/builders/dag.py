@@ -13,7 +13,7 @@ from itertools import combinations
 from torch_xla_pp.schedule.action import Action
 from torch_xla_pp.schedule.builders.counts import check_counts
 from torch_xla_pp.schedule.edges import (
-    Edge,
+    StagePair,
     carriers_of,
     check_edges,
     depths_of,
@@ -23,7 +23,7 @@ from torch_xla_pp.schedule.schedule import Schedule
 
 
 def dag_1f1b(
-    edges: Iterable[Edge], placement: Mapping[int, int], num_microbatches: int
+    edges: Iterable[StagePair], placement: Mapping[int, int], num_microbatches: int
 ) -> Schedule:
     """Run forwards as far ahead as the depth of a stage allows; backwards go first.
 
@@ -119,7 +119,7 @@ class _Simulation:
 
 
 def _simulation(
-    edges: Sequence[Edge], placement: Mapping[int, int], num_microbatches: int
+    edges: Sequence[StagePair], placement: Mapping[int, int], num_microbatches: int
 ) -> _Simulation:
     """Make a simulation in which nothing has run."""
     num_stages = len(placement)

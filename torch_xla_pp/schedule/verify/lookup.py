@@ -9,10 +9,10 @@ from torch_xla_pp.schedule.schedule import Schedule
 from torch_xla_pp.schedule.verify.faults import Fault
 
 # Stage, kind and microbatch of an action: looked up several times faster than it.
-Key = tuple[int, Kind, int]
+ActionKey = tuple[int, Kind, int]
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Say where an action is: on which rank, and its number there."""
 
     rank: int
@@ -32,43 +32,43 @@ class Lookup:
     """
 
     schedule: Schedule
-    at: Mapping[Key, Place]
+    at: Mapping[ActionKey, Position]
     num_stages: int
     num_microbatches: int
     placement: Mapping[int, int]
 
-    def fault(self, key: Key, text: str) -> Fault:
+    def fault(self, key: ActionKey, text: str) -> Fault:
         """Report the first action of this key."""
         return fault_at(self.at[key], key, text)
 
-    def backward_of(self, stage: int, microbatch: int) -> Key:
+    def backward_of(self, stage: int, microbatch: int) -> ActionKey:
         """Return the action that gives the gradients of a stage's inputs."""
-        whole: Key = (stage, "B", microbatch)
+        whole: ActionKey = (stage, "B", microbatch)
         return whole if whole in self.at else (stage, "I", microbatch)
 
 
-def places_in(schedule: Schedule) -> Iterator[tuple[Key, Place]]:
+def places_in(schedule: Schedule) -> Iterator[tuple[ActionKey, Position]]:
     """Yield all actions with their places, rank by rank."""
     for rank, row in enumerate(schedule.actions):
         for step, action in enumerate(row):
-            yield (action.stage, action.kind, action.microbatch), Place(rank, step)
+            yield (action.stage, action.kind, action.microbatch), Position(rank, step)
 
 
-def first_places(schedule: Schedule) -> dict[Key, Place]:
+def first_places(schedule: Schedule) -> dict[ActionKey, Position]:
     """Return the first place of each action."""
-    found: dict[Key, Place] = {}
+    found: dict[ActionKey, Position] = {}
     for key, place in places_in(schedule):
         found.setdefault(key, place)
     return found
 
 
-def action_of(key: Key) -> Action:
+def action_of(key: ActionKey) -> Action:
     """Return the action of a key."""
     stage, kind, microbatch = key
     return Action(stage=stage, kind=kind, microbatch=microbatch)
 
 
-def fault_at(place: Place, key: Key, text: str) -> Fault:
+def fault_at(place: Position, key: ActionKey, text: str) -> Fault:
     """Report the action `key` at one of its places."""
     return Fault(
         text=f"rank {place.rank}, step {place.step}: {action_of(key)}: {text}",

@@ -3,25 +3,25 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from torch_xla_pp.schedule.edges import Edge
+from torch_xla_pp.schedule.edges import StagePair
 from torch_xla_pp.schedule.verify.faults import Fault
-from torch_xla_pp.schedule.verify.lookup import Key, Lookup, action_of, fault_at
+from torch_xla_pp.schedule.verify.lookup import ActionKey, Lookup, action_of, fault_at
 from torch_xla_pp.schedule.verify.waiting import find_cycle
 
 
 class Dependency(NamedTuple):
     """State that one action has to come before another, and why."""
 
-    before: Key
-    after: Key
+    before: ActionKey
+    after: ActionKey
     why: str
 
 
 def precedence_faults(
-    lookup: Lookup, edges: Iterable[Edge], carriers: Iterable[Edge]
+    lookup: Lookup, edges: Iterable[StagePair], carriers: Iterable[StagePair]
 ) -> Iterator[Fault]:
     """Find what comes too early on its own rank, and a cycle between ranks."""
-    waits: dict[Key, list[Key]] = {}
+    waits: dict[ActionKey, list[ActionKey]] = {}
     for dependency in _dependencies(lookup, edges, carriers):
         before, after, _ = dependency
         if before not in lookup.at or after not in lookup.at:
@@ -34,7 +34,7 @@ def precedence_faults(
 
 
 def _dependencies(
-    lookup: Lookup, edges: Iterable[Edge], carriers: Iterable[Edge]
+    lookup: Lookup, edges: Iterable[StagePair], carriers: Iterable[StagePair]
 ) -> Iterator[Dependency]:
     """Yield what has to come before what; either may be missing in the schedule."""
     microbatches = range(lookup.num_microbatches)
@@ -70,7 +70,9 @@ def _too_early(lookup: Lookup, dependency: Dependency) -> Fault:
     )
 
 
-def _cycle(lookup: Lookup, waits: Mapping[Key, list[Key]]) -> Iterator[Fault]:
+def _cycle(
+    lookup: Lookup, waits: Mapping[ActionKey, list[ActionKey]]
+) -> Iterator[Fault]:
     rows = [
         [(a.stage, a.kind, a.microbatch) for a in row]
         for row in lookup.schedule.actions

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from torch_xla_pp.schedule.action import KINDS, Action
 from torch_xla_pp.schedule.verify.faults import Fault
-from torch_xla_pp.schedule.verify.lookup import Key, Lookup, fault_at, places_in
+from torch_xla_pp.schedule.verify.lookup import ActionKey, Lookup, fault_at, places_in
 
 TRAINING = ("FB", "FIW")
 FORWARD_ONLY = ("F",)
@@ -62,7 +62,7 @@ def _repeated(lookup: Lookup) -> Iterator[Fault]:
 
 def _unknown(lookup: Lookup) -> Iterator[Fault]:
     """Find microbatches that there should not be; one fault a stage."""
-    unknown: dict[int, list[Key]] = {}
+    unknown: dict[int, list[ActionKey]] = {}
     for key in lookup.at:
         if key[2] >= lookup.num_microbatches:
             unknown.setdefault(key[0], []).append(key)

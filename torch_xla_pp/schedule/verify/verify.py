@@ -18,7 +18,7 @@ Laws:
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from torch_xla_pp.schedule.edges import Edge, check_edges
+from torch_xla_pp.schedule.edges import StagePair, check_edges
 from torch_xla_pp.schedule.live import live_after
 from torch_xla_pp.schedule.schedule import Schedule
 from torch_xla_pp.schedule.verify.faults import Fault, refuse
@@ -34,12 +34,12 @@ from torch_xla_pp.schedule.verify.presence import (
 
 def verify(
     schedule: Schedule,
-    edges: Iterable[Edge],
+    edges: Iterable[StagePair],
     *,
     placement: Mapping[int, int] | None = None,
     num_microbatches: int | None = None,
     max_live: int | Mapping[int, int] | None = None,
-    carriers: Iterable[Edge] = (),
+    carriers: Iterable[StagePair] = (),
     forward_only: bool = False,
 ) -> None:
     """Refuse a schedule that breaks one of the laws above.

@@ -3,14 +3,14 @@
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
-from torch_xla_pp.schedule.verify.lookup import Key, Place
+from torch_xla_pp.schedule.verify.lookup import ActionKey, Position
 
 
 def find_cycle(
-    rows: Sequence[Sequence[Key]],
-    waits: Mapping[Key, Sequence[Key]],
-    at: Mapping[Key, Place],
-) -> list[tuple[Place, Key]]:
+    rows: Sequence[Sequence[ActionKey]],
+    waits: Mapping[ActionKey, Sequence[ActionKey]],
+    at: Mapping[ActionKey, Position],
+) -> list[tuple[Position, ActionKey]]:
     """Return ranks that wait for each other for ever, none if all reach their end.
 
     Args:
@@ -30,17 +30,17 @@ def find_cycle(
     while rank not in path:
         path.append(rank)
         rank = at[stuck[rank][1]].rank
-    return [(Place(r, stuck[r][0]), stuck[r][1]) for r in path[path.index(rank) :]]
+    return [(Position(r, stuck[r][0]), stuck[r][1]) for r in path[path.index(rank) :]]
 
 
 def _run(
-    rows: Sequence[Sequence[Key]], waits: Mapping[Key, Sequence[Key]]
-) -> dict[int, tuple[int, Key]]:
+    rows: Sequence[Sequence[ActionKey]], waits: Mapping[ActionKey, Sequence[ActionKey]]
+) -> dict[int, tuple[int, ActionKey]]:
     """Run all ranks as far as they get; return the step and the wish of stuck ones."""
     steps = [0] * len(rows)
-    done: set[Key] = set()
-    sleepers: defaultdict[Key, list[int]] = defaultdict(list)
-    stuck: dict[int, tuple[int, Key]] = {}
+    done: set[ActionKey] = set()
+    sleepers: defaultdict[ActionKey, list[int]] = defaultdict(list)
+    stuck: dict[int, tuple[int, ActionKey]] = {}
     awake = deque(range(len(rows)))
     while awake:
         rank = awake.popleft()

@@ -19,7 +19,7 @@ from torch_xla_pp.graph.ties import shared_parameters
 from torch_xla_pp.mesh import LogicalAxes
 
 
-def finish(split: fx.GraphModule, prepared: Prepared) -> None:
+def finish_split(split: fx.GraphModule, prepared: Prepared) -> None:
     """Let the first stage take what the model takes and the last return what it does.
 
     Args:
@@ -41,7 +41,7 @@ def finish(split: fx.GraphModule, prepared: Prepared) -> None:
     split.recompile()
 
 
-def describe(
+def describe_stages(
     split: fx.GraphModule, names: Sequence[str], groups: Sequence[tuple[str, ...]]
 ) -> StageGraph:
     """Return the graph of the stages that a finished model consists of.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch_xla_pp.schedule import Kind
 from torch_xla_pp.simulate.costs import Costs
-from torch_xla_pp.simulate.routes import FORWARD, PHASES, Channel, Phase, Routes
+from torch_xla_pp.simulate.routes import FORWARD, PHASES, Phase, Routes, Stream
 from torch_xla_pp.timeline import Transfer
 
 
@@ -18,25 +18,25 @@ class LinkClock:
 
 @dataclass(eq=False, slots=True)
 class Mailbox:
-    """Hold the messages of a channel by microbatch, and who sleeps until one comes."""
+    """Hold the messages of a stream by microbatch, and who sleeps until one comes."""
 
-    channel: Channel
+    stream: Stream
     link: LinkClock
     arrivals: dict[int, float] = field(default_factory=dict)
     sleepers: dict[int, int] = field(default_factory=dict)
 
     def post(self, microbatch: int, now_s: float) -> Transfer:
         """Send a message."""
-        channel, link = self.channel, self.link
-        link.free_s = max(now_s, link.free_s) + channel.sending_s
-        arrival_s = link.free_s + channel.latency_s
+        stream, link = self.stream, self.link
+        link.free_s = max(now_s, link.free_s) + stream.sending_s
+        arrival_s = link.free_s + stream.latency_s
         self.arrivals[microbatch] = arrival_s
-        hop = channel.hop
+        hop = stream.hop
         return Transfer(
             sender_stage=hop.sender,
-            sender_rank=channel.sender_rank,
+            sender_rank=stream.sender_rank,
             receiver_stage=hop.receiver,
-            receiver_rank=channel.receiver_rank,
+            receiver_rank=stream.receiver_rank,
             kind="F" if hop.phase == FORWARD else "B",
             microbatch=microbatch,
             sent_s=now_s,
@@ -46,7 +46,7 @@ class Mailbox:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class Routine:
     """Hold what all actions of one stage and kind have in common."""
 
     seconds: float
@@ -56,21 +56,21 @@ class Program:
     after: tuple[Phase, ...]
 
 
-def programs_of(costs: Costs, routes: Routes) -> dict[tuple[int, Kind], Program]:
+def routines_of(costs: Costs, routes: Routes) -> dict[tuple[int, Kind], Routine]:
     """Return what actions of each stage and kind have in common."""
     links: defaultdict[tuple[int, int], LinkClock] = defaultdict(LinkClock)
     mailboxes = [
-        Mailbox(channel, links[channel.sender_rank, channel.receiver_rank])
-        for channel in routes.channels
+        Mailbox(stream, links[stream.sender_rank, stream.receiver_rank])
+        for stream in routes.streams
     ]
-    programs = {}
+    routines = {}
     for (stage, kind), seconds in costs.seconds.items():
         phase = stage, PHASES[kind]
-        programs[stage, kind] = Program(
+        routines[stage, kind] = Routine(
             seconds=seconds,
             phase=phase,
             receives=tuple(mailboxes[i] for i in routes.receives.get(phase, ())),
             sends=tuple(mailboxes[i] for i in routes.sends.get(phase, ())),
             after=tuple(routes.after.get(phase, ())),
         )
-    return programs
+    return routines

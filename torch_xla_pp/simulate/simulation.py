@@ -18,8 +18,8 @@ from itertools import chain
 from torch_xla_pp.schedule import Schedule, carriers_of, verify
 from torch_xla_pp.simulate.costs import Costs
 from torch_xla_pp.simulate.network import Network
-from torch_xla_pp.simulate.programs import Program, programs_of
 from torch_xla_pp.simulate.routes import Phase, Routes
+from torch_xla_pp.simulate.routines import Routine, routines_of
 from torch_xla_pp.timeline import Span, Timeline, Transfer, peak_saved
 
 
@@ -55,7 +55,7 @@ class _Run:
         self._spans: list[list[Span]] = [[] for _ in schedule.actions]
         self._transfers: list[Transfer] = []
         self._rows = schedule.actions
-        self._programs = programs_of(costs, routes)
+        self._routines = routines_of(costs, routes)
         self._done: set[tuple[Phase, int]] = set()
         self._awake = deque(range(len(self._rows)))
         while self._awake:
@@ -83,11 +83,11 @@ class _Run:
         for index in range(len(spans), len(row)):
             action = row[index]
             microbatch = action.microbatch
-            program = self._programs[action.stage, action.kind]
-            start_s = self._start_s(rank, program, microbatch, free_s)
+            routine = self._routines[action.stage, action.kind]
+            start_s = self._start_s(rank, routine, microbatch, free_s)
             if start_s is None:
                 return
-            end_s = start_s + program.seconds
+            end_s = start_s + routine.seconds
             spans.append(
                 Span(
                     rank=rank,
@@ -99,11 +99,11 @@ class _Run:
                     waiting_s=start_s - free_s,
                 )
             )
-            self._finish(program, microbatch, end_s)
+            self._finish(routine, microbatch, end_s)
             free_s = end_s
 
     def _start_s(
-        self, rank: int, program: Program, microbatch: int, free_s: float
+        self, rank: int, routine: Routine, microbatch: int, free_s: float
     ) -> float | None:
         """Return when all is there that an action needs, None if something is not.
 
@@ -111,21 +111,21 @@ class _Run:
         comes.
         """
         start_s = free_s
-        for mailbox in program.receives:
+        for mailbox in routine.receives:
             arrival_s = mailbox.arrivals.get(microbatch)
             if arrival_s is None:
                 mailbox.sleepers[microbatch] = rank
                 return None
             if arrival_s > start_s:
                 start_s = arrival_s
-        for phase in program.after:
+        for phase in routine.after:
             if (phase, microbatch) not in self._done:
                 return None
         return start_s
 
-    def _finish(self, program: Program, microbatch: int, now_s: float) -> None:
-        self._done.add((program.phase, microbatch))
-        for mailbox in program.sends:
+    def _finish(self, routine: Routine, microbatch: int, now_s: float) -> None:
+        self._done.add((routine.phase, microbatch))
+        for mailbox in routine.sends:
             self._transfers.append(mailbox.post(microbatch, now_s))
             if mailbox.sleepers:
                 sleeper = mailbox.sleepers.pop(microbatch, None)
