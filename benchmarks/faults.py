@@ -19,6 +19,7 @@ faults: What is wrong: survivors without an error, or too late, or with an error
 
 import argparse
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -271,9 +272,20 @@ def _faults_of(
 
 def _leftovers() -> set[str]:
     """Return shared memory and files of UCX and of this package that are there."""
-    memory = {f"left: {path}" for path in Path("/dev/shm").glob("*")}
+    files = {str(path) for path in Path("/dev/shm").glob("*")}
+    memory = {f"left: {path}" for path in files - _used()}
     names = ("ucx*", "xpp*", "torch_xla_pp*")
     return memory | {f"left: {p}" for name in names for p in Path("/tmp").glob(name)}
+
+
+def _used() -> set[str]:
+    """Return the shared memory that processes have, such as those of other jobs."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            lines = maps.read_text().splitlines()
+            found |= {line.split()[-1] for line in lines if "/dev/shm/" in line}
+    return found
 
 
 def main() -> None:

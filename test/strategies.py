@@ -68,7 +68,11 @@ class StageDag:
 
     @property
     def carriers(self) -> list[tuple[int, int]]:
-        return carriers_of(self.edges, self.placement)
+        """Pairs (carrier, other), if all that a stage makes is one value."""
+        values: dict[int, list[int]] = {}
+        for producer, consumer in self.edges:
+            values.setdefault(producer, []).append(consumer)
+        return carriers_of(values.items(), self.placement)
 
 
 @st.composite
@@ -86,6 +90,23 @@ def stage_dags(draw: st.DrawFn, max_stages: int = 6) -> StageDag:
         placement=dict(enumerate(ranks)),
         num_microbatches=draw(st.integers(1, 4)),
     )
+
+
+@st.composite
+def items_taken(
+    draw: st.DrawFn, dag: StageDag, num_items: int
+) -> dict[tuple[int, int], tuple[int | None, ...]]:
+    """What each consumer takes of a producer's output: items, or None for all."""
+    keys = st.none() | st.integers(0, num_items - 1)
+    some = st.lists(keys, unique=True, min_size=1).map(tuple)
+    return {edge: draw(some) for edge in dag.edges}
+
+
+@st.composite
+def shuffled(draw: st.DrawFn, schedule: Schedule) -> Schedule:
+    """The same actions on each rank, in any order."""
+    rows = [tuple(draw(st.permutations(row))) for row in schedule.actions]
+    return Schedule(actions=tuple(rows))
 
 
 @st.composite

@@ -10,17 +10,18 @@ from torch_xla_pp import env
 pytestmark = pytest.mark.pure
 
 
-def test_the_transport_is_one_of_two_or_left_open(
+def test_the_transport_is_one_that_there_is_or_left_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TORCH_XLA_PP_TRANSPORT", raising=False)
-    assert env.transport() is None
-    for name in ("in_graph", "host"):
+    names = ("in_graph", "host")
+    assert env.transport(names) is None
+    for name in names:
         monkeypatch.setenv("TORCH_XLA_PP_TRANSPORT", name)
-        assert env.transport() == name
+        assert env.transport(names) == name
     monkeypatch.setenv("TORCH_XLA_PP_TRANSPORT", "ingraph")
     with pytest.raises(ValueError, match="TORCH_XLA_PP_TRANSPORT: expected one of"):
-        env.transport()
+        env.transport(names)
 
 
 def test_products_are_those_of_torch_unless_the_user_chooses(

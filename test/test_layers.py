@@ -11,17 +11,21 @@ pytestmark = pytest.mark.pure
 PACKAGE = "torch_xla_pp"
 ROOT = Path(__file__).parent.parent / PACKAGE
 LAYERS = (
-    ("errors", "env", "elf"),
+    ("errors", "env", "text", "elf"),
     ("mesh", "schedule", "timeline", "xla_compat", "dump"),
     ("hlo", "native"),
     ("cpu", "deferred", "transport"),
-    ("graph",),
+    ("graph", "world"),
     ("plan", "simulate"),
     ("compile",),
     ("runtime",),
-    ("launch",),
+    ("profile", "launch"),
     ("cli",),
-    ("pipeline", "spmd_pipeline", "__init__", "__main__", "testing"),
+    ("torch_pipe",),
+    ("pipe", "spmd"),
+    ("on_import",),
+    ("__init__", "__main__"),
+    ("testing",),
 )
 LAYER_OF = {name: i for i, names in enumerate(LAYERS) for name in names}
 PURE = {"mesh", "hlo", "graph", "plan", "schedule", "timeline", "simulate"}
@@ -29,6 +33,7 @@ PURE = {"mesh", "hlo", "graph", "plan", "schedule", "timeline", "simulate"}
 PLAIN = {"schedule", "timeline", "simulate"}
 EFFECTS = ("torch_xla", "_XLAC", "torch.distributed")
 XLA_PRIVATE = "xla_compat.py"
+GROUPS_PRIVATE = "transport/gloo_compat.py"
 
 
 def imports_of(source: str) -> Iterator[tuple[str, list[str]]]:
@@ -71,6 +76,9 @@ def faults_of(path: str, source: str) -> list[str]:
         of_xla = is_in(module, "torch_xla") or is_in(module, "_XLAC")
         if of_xla and private and path != XLA_PRIVATE:
             found.append(f"{path}: private {private} of torch_xla")
+    if path != GROUPS_PRIVATE:
+        used = privates_of_groups(source)
+        found += [f"{path}: private {name} of torch.distributed" for name in used]
     if path != XLA_PRIVATE and "_XLAC" in names_in(source):
         found.append(f"{path}: uses _XLAC")
     return found
@@ -86,9 +94,7 @@ def own_faults(path: str, home: str, module: str, names: list[str]) -> list[str]
         if target == home:
             continue
         if LAYER_OF.get(target, len(LAYERS)) >= LAYER_OF[home]:
-            same = LAYER_OF.get(target) == LAYER_OF[home] == len(LAYERS) - 1
-            if not (same and home == "__init__"):
-                found.append(f"{path}: imports upward from {target}")
+            found.append(f"{path}: imports upward from {target}")
         if len(parts) > 1:
             found.append(f"{path}: imports {module}, which {target} does not export")
         elif parts:
@@ -108,6 +114,20 @@ def is_exported(name: str, member: str) -> bool:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return name in ast.literal_eval(node.value)
     return False
+
+
+def privates_of_groups(source: str) -> list[str]:
+    """Return the private names of torch.distributed itself that a file uses."""
+    found = [
+        module
+        for module, _ in imports_of(source)
+        if "_distributed_c10d" in module or "distributed.distributed_c10d" in module
+    ]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            if ast.unparse(node.value).split(".")[0] in ("dist", "distributed_c10d"):
+                found.append(node.attr)
+    return found
 
 
 def names_in(source: str) -> set[str]:
@@ -179,6 +199,12 @@ def test_every_name_in_the_layers_is_there() -> None:
         ("compile/a.py", "import _XLAC", "private"),
         ("mesh/a.py", "from torch import distributed", "a pure folder imports"),
         ("mesh/a.py", "import _XLAC", "a pure folder imports _XLAC"),
+        ("transport/a.py", "dist.Backend._plugins", "private _plugins of torch.dist"),
+        (
+            "transport/a.py",
+            "from torch._C._distributed_c10d import Store",
+            "private torch._C._distributed_c10d of torch.distributed",
+        ),
         ("compile/a.py", "from torch_xla_pp.mesh import rules", "does not export"),
         ("compile/a.py", "from torch_xla_pp.env import _hidden", "does not export"),
         ("runtime/a.py", "from torch_xla_pp import Pipe", "upward from __init__"),

@@ -3,18 +3,16 @@
 Scripts written for `torch.distributed.pipelining` run on XLA devices: every rank of
 torchrun is one SPMD world, runs its own stages as compiled programs, and is driven by
 torch's own schedule classes. Importing this package registers the process-group
-backend "xla_pp".
+backend "xla_pp"; torch_xla is loaded when a name of it is first used.
 """
 
-# ruff: noqa: E402, I001  (defaults are set before torch_xla is loaded)
-import sys
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from torch_xla_pp.env import set_defaults
+from torch_xla_pp.on_import import prepare_process
 
-set_defaults()
-
-# `python -m torch_xla_pp` only reads and writes files: without torch it starts at once.
-if sys.orig_argv[1:3] != ["-m", "torch_xla_pp"]:
+if TYPE_CHECKING:
+    from torch_xla_pp.deferred import deferred_init, materialize
     from torch_xla_pp.errors import (
         PipelineError,
         PlanError,
@@ -23,22 +21,18 @@ if sys.orig_argv[1:3] != ["-m", "torch_xla_pp"]:
         TransportError,
         TransportTimeout,
     )
-    from torch_xla_pp.deferred import deferred_init, materialize
     from torch_xla_pp.graph import pipeline_yield, shard
     from torch_xla_pp.launch import device, init_device_mesh
     from torch_xla_pp.mesh import AxisRules, striped_positions
-    from torch_xla_pp.pipeline import Pipe, pipeline
+    from torch_xla_pp.pipe import Pipe, pipeline
+    from torch_xla_pp.profile import profile_step
     from torch_xla_pp.runtime import (
         PipelineStage,
         ScheduleFromTable,
         clip_grad_norm_,
-        profile_step,
     )
     from torch_xla_pp.schedule import Action, Schedule
-    from torch_xla_pp.spmd_pipeline import spmd_pipeline
-    from torch_xla_pp import cpu
-
-    cpu.prepare()
+    from torch_xla_pp.spmd import spmd_pipeline
 
 __all__ = [
     "Action",
@@ -65,3 +59,44 @@ __all__ = [
     "spmd_pipeline",
     "striped_positions",
 ]
+
+_HOMES = {
+    "deferred": ("deferred_init", "materialize"),
+    "errors": (
+        "PipelineError",
+        "PlanError",
+        "ScheduleError",
+        "StageShapeError",
+        "TransportError",
+        "TransportTimeout",
+    ),
+    "graph": ("pipeline_yield", "shard"),
+    "launch": ("device", "init_device_mesh"),
+    "mesh": ("AxisRules", "striped_positions"),
+    "pipe": ("Pipe", "pipeline"),
+    "profile": ("profile_step",),
+    "runtime": (
+        "PipelineStage",
+        "ScheduleFromTable",
+        "clip_grad_norm_",
+    ),
+    "schedule": ("Action", "Schedule"),
+    "spmd": ("spmd_pipeline",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the part of the package that a name is of, when it is first used."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = importlib.import_module(f"{__name__}.{_HOME_OF[name]}")
+    value = globals()[name] = getattr(home, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+prepare_process()

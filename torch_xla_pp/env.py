@@ -3,11 +3,12 @@
 import contextlib
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, TypeVar, get_args
 
-TransportName = Literal["in_graph", "host"]
 ProductsName = Literal["torch", "xla"]
+_Choice = TypeVar("_Choice", bound=str)
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -80,6 +81,11 @@ def pool_size() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def device_kind() -> str:
+    """Return the kind of devices, e.g. "CPU"; torch_xla sets it when it is loaded."""
+    return os.environ.get("PJRT_DEVICE", "").partition("_")[0]
+
+
 def num_cpu_devices() -> int:
     """Return how many devices a client for CPU gets that is made now."""
     with contextlib.suppress(KeyError, ValueError):
@@ -129,16 +135,18 @@ def timeout_s() -> float:
     return seconds
 
 
-def transport() -> TransportName | None:
+def transport(names: Collection[str]) -> str | None:
     """Return the transport that the user asks for, None for the best there is.
 
     Set by `TORCH_XLA_PP_TRANSPORT`.
 
+    Args:
+        names: Those that there are.
+
     Raises:
-        ValueError: The variable holds anything else than `in_graph` or `host`.
+        ValueError: The variable holds the name of none.
     """
-    found: TransportName | None = _choice("TORCH_XLA_PP_TRANSPORT", TransportName)
-    return found
+    return _choice("TORCH_XLA_PP_TRANSPORT", tuple(names))
 
 
 def products() -> ProductsName:
@@ -149,7 +157,8 @@ def products() -> ProductsName:
     Raises:
         ValueError: The variable holds anything else than `torch` or `xla`.
     """
-    return _choice("TORCH_XLA_PP_PRODUCTS", ProductsName) or "torch"
+    names: tuple[ProductsName, ...] = get_args(ProductsName)
+    return _choice("TORCH_XLA_PP_PRODUCTS", names) or "torch"
 
 
 def malloc_choices() -> tuple[str, ...]:
@@ -157,15 +166,15 @@ def malloc_choices() -> tuple[str, ...]:
     return tuple(name for name in _MALLOC if name in os.environ)
 
 
-def _choice(name: str, choices: Any) -> Any:
+def _choice(name: str, choices: tuple[_Choice, ...]) -> _Choice | None:
     """Return what a variable holds, None if it is not set."""
     text = os.environ.get(name, "")
-    if text and text not in get_args(choices):
+    if text and text not in choices:
         raise ValueError(
-            f"{name}: expected one of {get_args(choices)}, got {text!r}. Unset it to "
+            f"{name}: expected one of {choices}, got {text!r}. Unset it to "
             "use the best one."
         )
-    return text or None
+    return choices[choices.index(text)] if text else None
 
 
 def dump_dir() -> Path | None:

@@ -69,6 +69,7 @@ def test_the_table_lists_every_name_that_the_file_makes() -> None:
         names.accumulator("ROLE"),
         names.accumulated("ROLE"),
         names.given_grad("ROLE"),
+        names.input_grad("INDEX"),  # type: ignore[arg-type]
         names.copied("ROLE"),
         names.shared_part("NAME", "STAGE"),  # type: ignore[arg-type]
         names.shared_total("NAME"),

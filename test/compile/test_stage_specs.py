@@ -13,6 +13,11 @@ from torch_xla_pp.compile.stage_specs import Borders, StageSpecs, stage_specs
 pytestmark = pytest.mark.pure
 
 LAYOUT: Any = object()
+OPS: Any = object()
+
+
+def message(stage: int, name: str) -> Border:
+    return Border(stage, (name,), (LAYOUT,), OPS)
 
 
 def function(name: str, reads: str, gives: str) -> Function:
@@ -82,10 +87,10 @@ def test_what_backwards_read_is_kept_but_not_what_they_give_each_other() -> None
 
 def test_a_stage_in_the_middle_receives_first_and_sends_last() -> None:
     borders = Borders(
-        inputs={0: {0: LAYOUT}},
-        outputs={2: {0: LAYOUT}},
-        tangents={2: {0: LAYOUT}},
-        grads={0: {0: LAYOUT}},
+        inputs=[message(0, "input:0")],
+        outputs=[message(2, "output:0")],
+        tangents=[message(2, "tangent:0")],
+        grads=[message(0, "grad:input:0")],
         consumers={0: [2]},
         returned=(),
     )
@@ -103,14 +108,15 @@ def test_a_stage_in_the_middle_receives_first_and_sends_last() -> None:
 
 
 def test_of_two_halves_of_a_backward_only_the_first_receives() -> None:
-    borders = Borders(tangents={2: {0: LAYOUT}}, consumers={0: [2]})
+    coming = [message(2, "tangent:0")]
+    borders = Borders(tangents=coming, consumers={0: [2]})
     programs = table(borders).programs
-    assert programs["backward input"].received == [Border(2, ("tangent:0",), (LAYOUT,))]
+    assert programs["backward input"].received == coming
     assert not programs["backward weight"].received
     # Without inputs that need a gradient there is no first half.
     alone = table(borders, backward_input=None, backward_weight=functions().backward)
     weight = alone.programs["backward weight"]
-    assert weight.received == [Border(2, ("tangent:0",), (LAYOUT,))]
+    assert weight.received == coming
 
 
 def test_gradients_by_several_consumers_are_added_up() -> None:
@@ -141,7 +147,9 @@ def test_a_gradient_that_only_goes_through_makes_a_program() -> None:
         parameter_grads={},
     )
     borders = Borders(
-        tangents={2: {0: LAYOUT}}, grads={0: {0: LAYOUT}}, consumers={0: [2]}
+        tangents=[message(2, "tangent:0")],
+        grads=[message(0, "grad:input:0")],
+        consumers={0: [2]},
     )
     backward = stage_specs(passing, borders, {}, 1).programs["backward"]
     assert backward.inputs == ("route:in:2", "route:out:0")
@@ -159,9 +167,9 @@ def test_a_marked_twin_takes_a_mark_and_gives_a_token() -> None:
 def test_a_program_that_does_nothing_is_known() -> None:
     empty = function("f", "", "")
     assert ProgramSpec(function=empty).is_empty
-    message = [Border(1, ("x",), (LAYOUT,))]
-    assert not ProgramSpec(function=empty, received=message).is_empty
-    assert not ProgramSpec(function=empty, sent=message).is_empty
+    one = [message(1, "x")]
+    assert not ProgramSpec(function=empty, received=one).is_empty
+    assert not ProgramSpec(function=empty, sent=one).is_empty
     parts = {"x": ["a", "b"]}
     assert ProgramSpec(function=empty, parts=parts).is_empty
     assert not ProgramSpec(function=empty, parts=parts, wanted=["x"]).is_empty

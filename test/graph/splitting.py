@@ -37,9 +37,8 @@ def run_stages(pipe: xpp.Pipe, *args: Any, **kwargs: Any) -> Any:
     results = [pipe.get_stage_module(0)(*args, **kwargs)]
     for stage in range(1, pipe.num_stages):
         inputs = []
-        for producer, output in pipe.stage_graph.sources(stage):
-            result = results[producer]
-            inputs.append(result if output is None else result[output])
+        for source in pipe.stage_graph.sources(stage):
+            inputs.append(source.of(results[source.stage]))
         results.append(pipe.get_stage_module(stage)(*inputs))
     return results[-1]
 

@@ -6,6 +6,7 @@ import torch
 from torch_xla_pp.errors import PlanError
 from torch_xla_pp.graph import (
     SharedParameter,
+    Source,
     Stage,
     StageEdge,
     StageGraph,
@@ -14,7 +15,9 @@ from torch_xla_pp.graph import (
 
 pytestmark = pytest.mark.pure
 
-DIAMOND = StageGraph.from_sources([[], [(0, None)], [(0, None)], [(1, 0), (2, None)]])
+DIAMOND = StageGraph.from_sources(
+    [[], [Source(0)], [Source(0)], [Source(1, 0), Source(2)]]
+)
 
 
 def stages(count: int) -> tuple[Stage, ...]:
@@ -28,7 +31,7 @@ def edge(producer: int, consumer: int, position: int = 0) -> StageEdge:
 def test_a_chain_sends_everything_to_the_next_stage() -> None:
     graph = StageGraph.chain((1, 2))
     assert graph.is_chain
-    assert graph.sources(2) == ((1, 0), (1, 1))
+    assert graph.sources(2) == (Source(1, 0), Source(1, 1))
     assert graph.outputs_sent(1) == (0, 1)
     assert graph.outputs_sent(2) == ()
 
@@ -44,7 +47,7 @@ def test_a_diamond_has_parallel_branches() -> None:
 
 def test_sources_round_trip() -> None:
     assert DIAMOND.sources(0) == ()
-    assert DIAMOND.sources(3) == ((1, 0), (2, None))
+    assert DIAMOND.sources(3) == (Source(1, 0), Source(2))
     sources = [DIAMOND.sources(i) for i in range(4)]
     assert StageGraph.from_sources(sources) == DIAMOND
 
@@ -52,7 +55,7 @@ def test_sources_round_trip() -> None:
 def test_sources_follow_the_order_of_inputs_not_of_edges() -> None:
     edges = (edge(0, 1, 1), edge(0, 2), edge(0, 1), edge(1, 2, 1))
     graph = StageGraph(stages=stages(3), edges=edges)
-    assert graph.sources(2) == ((0, 0), (1, 0))
+    assert graph.sources(2) == (Source(0, 0), Source(1, 0))
 
 
 def test_a_value_of_several_consumers_has_several_edges() -> None:
@@ -119,22 +122,22 @@ def test_the_text_shows_stages_and_edges() -> None:
 
 def test_a_cycle_is_refused() -> None:
     with pytest.raises(PlanError, match="without a cycle, got 1 -> 2 -> 1"):
-        StageGraph.from_sources([[], [(0, 0), (2, 0)], [(1, 0)]])
+        StageGraph.from_sources([[], [Source(0, 0), Source(2, 0)], [Source(1, 0)]])
 
 
 def test_a_stage_cannot_take_from_a_later_one() -> None:
     with pytest.raises(PlanError, match="of earlier ones only, got 2 -> 1"):
-        StageGraph.from_sources([[], [(2, 0)], [(0, 0)]])
+        StageGraph.from_sources([[], [Source(2, 0)], [Source(0, 0)]])
 
 
 def test_a_source_must_exist() -> None:
     with pytest.raises(PlanError, match=r"expected stages 0..1, got edges 4 -> 1"):
-        StageGraph.from_sources([[], [(0, 0), (4, 0)]])
+        StageGraph.from_sources([[], [Source(0, 0), Source(4, 0)]])
 
 
 def test_stages_without_inputs_or_consumers_are_all_named() -> None:
     with pytest.raises(PlanError) as error:
-        StageGraph.from_sources([[], [(0, 0)], []])
+        StageGraph.from_sources([[], [Source(0, 0)], []])
     assert "stage 2 (stage_2) takes nothing" in str(error.value)
     assert "stage 1 (stage_1) is used by none" in str(error.value)
 

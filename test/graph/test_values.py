@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint, pipe_split
 
 import torch_xla_pp as xpp
-from torch_xla_pp.graph import check_split_spec
+from torch_xla_pp.graph import Source, check_split_spec
 
 pytestmark = pytest.mark.pure
 
@@ -24,7 +24,7 @@ def test_a_chain_goes_from_neighbour_to_neighbour() -> None:
 
     graph = split(run, split_spec=CUT).stage_graph
     assert graph.is_chain
-    assert [graph.sources(i) for i in range(3)] == [(), ((0, None),), ((1, None),)]
+    assert [graph.sources(i) for i in range(3)] == [(), (Source(0),), (Source(1),)]
     stage = graph.stages[1]
     assert (stage.num_parameters, stage.parameter_bytes) == (20, 80)
     assert stage.flops == 2 * 3 * 4 * 4

@@ -13,6 +13,7 @@ from torch.distributed.pipelining import ScheduleGPipe
 import torch_xla_pp as xpp
 from torch_xla_pp import xla_compat
 from torch_xla_pp.testing import Worlds
+from torch_xla_pp.transport import of_group
 
 pytestmark = pytest.mark.worlds
 
@@ -116,14 +117,15 @@ def failure_between_steps() -> None:
         dist.barrier()
         rendezvous.report(ValueError("no batch"))
     else:
-        settle = stage._exchange.settle
+        transport = of_group(None).transport
+        settle = transport.settle
 
         def late() -> None:
             dist.barrier()
             rendezvous.wait_until(lambda _: not rendezvous.calm(), 30, lambda: "it")
             settle()
 
-        stage._exchange.settle = late  # type: ignore[method-assign]
+        transport.settle = late  # type: ignore[method-assign]
         with pytest.raises(ValueError, match="no batch"):
             step()
     for got, want in zip(stage.submod.buffers(), before, strict=True):

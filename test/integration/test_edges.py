@@ -180,7 +180,7 @@ def train(name: str, schedule_name: str, ranks: int, transport: str) -> None:
             stage.submod.zero_grad()
         for layer in reference:
             layer.zero_grad()
-        assert stages[0]._pg.mailbox == {}
+        assert stages[0].process_group.mailbox == {}
 
 
 def check_outputs(output: Any, expected: list[Any]) -> None:

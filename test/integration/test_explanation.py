@@ -10,8 +10,8 @@ from torch.distributed.pipelining import ScheduleGPipe
 from torch.nn import functional as F
 
 import torch_xla_pp as xpp
+from torch_xla_pp.compile import Explanation, ProgramCost
 from torch_xla_pp.hlo import Collective
-from torch_xla_pp.runtime.explanation import Explanation, ProgramCost
 from torch_xla_pp.testing import Worlds
 
 ROWS, LENGTH, WIDTH, CLASSES = 2, 6, 16, 40

@@ -44,8 +44,8 @@ def most_alive(job: Job) -> tuple[list[int], list[int]]:
         run_step(job, schedule, stages, *batch(job, step))
         for stage in stages:
             kept = job.num_microbatches if stage.is_last else 0
-            assert (len(stage._shelf), stage._outlet._leaves) == (kept, {})
-        assert stages[0]._pg.mailbox == {}
+            assert (len(stage.saved), len(stage.outputs)) == (kept, 0)
+        assert stages[0].process_group.mailbox == {}
     found = [stage.peak_memory().num_live for stage in stages]
     is_single = len(stages) == 1
     return found, [] if is_single else [
@@ -83,7 +83,7 @@ def bytes_of_a_step(schedule: str) -> tuple[Any, int, list[bool]]:
         schedule=schedule, frontend="manual", num_microbatches=6, rows=12, devices=2
     )
     (stage,), runner = start(job)
-    put, seen, saved = stage._shelf.put, [], 0
+    put, seen, saved = stage.saved.put, [], 0
 
     def watching(kind: str, microbatch: int, values: Any, sizes: Any) -> None:
         nonlocal saved
@@ -95,7 +95,7 @@ def bytes_of_a_step(schedule: str) -> tuple[Any, int, list[bool]]:
 
     run_step(job, runner, [stage], *batch(job, 0))
     stage.submod.zero_grad()
-    stage._shelf.put = watching
+    stage.saved.put = watching
     run_step(job, runner, [stage], *batch(job, 1))
     # What a program reads lives until it has run.
     xla_compat.wait_device()

@@ -77,7 +77,7 @@ def gradients_that_are_kept() -> dict[str, Any]:
     return {
         "errors": errors,
         "late": late,
-        "kept": len(stage._state.gathered._values),
+        "kept": len(stage.model.state.gathered._values),
         "memory": stage.peak_memory().state_bytes,
         "explanation": stage.explain(),
     }

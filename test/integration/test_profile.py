@@ -14,11 +14,13 @@ from joining import join
 
 import torch_xla_pp as xpp
 from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.profile import clock
+from torch_xla_pp.profile.clock import clock_offset_ns
 from torch_xla_pp.runtime import order_of
 from torch_xla_pp.schedule import Schedule
 from torch_xla_pp.testing import Worlds
 from torch_xla_pp.timeline import Span, Timeline
-from torch_xla_pp.transport import clock, clock_offset_ns, of_group, recording
+from torch_xla_pp.transport import of_group, recording
 
 pytestmark = pytest.mark.worlds
 
@@ -53,7 +55,7 @@ def profiled(job: Job) -> tuple[Timeline, Timeline, str, list[str]]:
         for got, expected in zip(numbers(stages, *result), plain, strict=True):
             if not torch.equal(got, expected):
                 faults.append("other numbers than without a profile")
-    engine = getattr(stages[0]._pg.transport, "engine", None)
+    engine = getattr(stages[0].process_group.transport, "engine", None)
     if engine is not None:
         engine.delay(DELAY_S)
     with xpp.profile_step(schedule) as slow:

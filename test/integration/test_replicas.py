@@ -27,7 +27,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.nn import functional as F
 
 import torch_xla_pp as xpp
-from torch_xla_pp.runtime.replicas import agree_on_replicas
+from torch_xla_pp.runtime.gradients.replicas import agree_on_replicas
 from torch_xla_pp.testing import Worlds
 
 pytestmark = pytest.mark.worlds
@@ -172,7 +172,7 @@ def unequal_replicas() -> None:
     assert " in replica 1.\n" in text
     assert "more parameters differ. Seed all replicas alike, or load" in text
     with pytest.raises(ValueError, match=r"replicas: .* same replicas to stages 0, 1"):
-        agree_on_replicas({0: schedule._stage._replicas, 1: None}, 2)
+        agree_on_replicas({0: schedule._stage.model.replicas, 1: None}, 2)
 
 
 def ranks_of_the_pipeline() -> None:

@@ -30,7 +30,7 @@ from joining import join
 from torch.distributed.pipelining import ScheduleGPipe
 
 import torch_xla_pp as xpp
-from torch_xla_pp.runtime.explanation import Explanation
+from torch_xla_pp.compile import Explanation
 from torch_xla_pp.testing import Worlds
 
 pytestmark = pytest.mark.worlds

@@ -1,6 +1,6 @@
 import pytest
 
-from torch_xla_pp.runtime.replica_claims import ReplicaClaim, replica_faults
+from torch_xla_pp.plan import ReplicaClaim, replica_faults
 
 pytestmark = pytest.mark.pure
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_xla_pp.runtime.recorder import Dispatch
-from torch_xla_pp.runtime.spans import Notes, spans_of, transfers_of
+from torch_xla_pp.profile.recorder import Dispatch
+from torch_xla_pp.profile.spans import Notes, spans_of, transfers_of
 from torch_xla_pp.schedule import Action
 from torch_xla_pp.timeline import Span
 from torch_xla_pp.transport import Event, Message, Record

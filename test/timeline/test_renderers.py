@@ -176,12 +176,12 @@ def test_a_summary_has_the_figures_of_ranks_and_edges() -> None:
     assert (summary.busy_share, summary.bubble_share) == (0.45, 0.55)
     assert str(summary).splitlines() == [
         "step 10 s, 2 ranks, busy 45.0%, bubble 55.0%",
-        "rank   busy  waiting   idle  dispatch  peak live  saved",
-        "0     40.0%     0.0%  60.0%    500 ms          1  2 MiB",
-        "1     50.0%    30.0%  20.0%         -          0    0 B",
+        "rank   busy  waiting   idle  dispatch  peak live    saved",
+        "0     40.0%     0.0%  60.0%    500 ms          1  2.0 MiB",
+        "1     50.0%    30.0%  20.0%         -          0      0 B",
         "",
-        "sent      messages  bytes   each  mean time",
-        "0 -> 1 F         1  3 KiB  3 KiB     500 ms",
+        "sent      messages    bytes     each  mean time",
+        "0 -> 1 F         1  3.0 KiB  3.0 KiB     500 ms",
     ]
 
 

@@ -1,17 +1,25 @@
 """Compile stages: from a module to XLA programs that are traced once."""
 
+from torch_xla_pp.compile.border import Border
 from torch_xla_pp.compile.checkpoint_regions import marking_checkpoints
+from torch_xla_pp.compile.explanation import (
+    Explanation,
+    ProgramCost,
+    bytes_of,
+    costs_of,
+)
 from torch_xla_pp.compile.export import export_joint
-from torch_xla_pp.compile.group_sums.group_gradients import Grouping
-from torch_xla_pp.compile.group_sums.row_groups import RowGroups
 from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.loss_program import LossProgram
 from torch_xla_pp.compile.lowering import Rule
 from torch_xla_pp.compile.names import (
     MARK,
+    BucketKind,
     accumulator,
+    bucket_name,
     buffer_role,
     copied,
+    input_grad,
     input_role,
     is_buffer,
     name_in_module,
@@ -19,6 +27,8 @@ from torch_xla_pp.compile.names import (
     parameter_role,
     route_in,
     route_out,
+    shared_part,
+    shared_total,
     tangent,
 )
 from torch_xla_pp.compile.partition import (
@@ -26,50 +36,77 @@ from torch_xla_pp.compile.partition import (
     Remat,
     StageFunctions,
     check_remat,
+    nothing,
     partition_joint,
 )
-from torch_xla_pp.compile.product_rules import Constraints, LibraryProducts
+from torch_xla_pp.compile.product_rules import (
+    Constraints,
+    LibraryProducts,
+    lowering_rules,
+)
 from torch_xla_pp.compile.program import Program
 from torch_xla_pp.compile.program_spec import ProgramSpec
-from torch_xla_pp.compile.replicas import ReplicaMeans
-from torch_xla_pp.compile.shared import SharedSums
+from torch_xla_pp.compile.sizes import Sizes, device_bytes
+from torch_xla_pp.compile.stage_compiler import (
+    CompiledStage,
+    StageCompiler,
+    StageKind,
+    StageSource,
+    example_of,
+)
 from torch_xla_pp.compile.stage_programs import Forwarded, StagePrograms
-from torch_xla_pp.compile.stage_specs import Borders
+from torch_xla_pp.compile.stage_specs import Borders, tangent_name
 from torch_xla_pp.compile.sums import copies
 
 __all__ = [
+    "Border",
     "Borders",
+    "BucketKind",
+    "CompiledStage",
     "Constraints",
+    "Explanation",
     "Forwarded",
     "Function",
-    "Grouping",
     "JointGraph",
     "LibraryProducts",
     "LossProgram",
     "MARK",
     "Program",
+    "ProgramCost",
     "ProgramSpec",
     "Remat",
-    "ReplicaMeans",
-    "RowGroups",
     "Rule",
-    "SharedSums",
+    "Sizes",
+    "StageCompiler",
     "StageFunctions",
+    "StageKind",
     "StagePrograms",
+    "StageSource",
     "accumulator",
+    "bucket_name",
     "buffer_role",
+    "bytes_of",
     "check_remat",
     "copied",
     "copies",
+    "costs_of",
+    "device_bytes",
+    "example_of",
     "export_joint",
+    "input_grad",
     "input_role",
     "is_buffer",
+    "lowering_rules",
     "marking_checkpoints",
     "name_in_module",
+    "nothing",
     "output_name",
     "parameter_role",
     "partition_joint",
     "route_in",
     "route_out",
+    "shared_part",
+    "shared_total",
     "tangent",
+    "tangent_name",
 ]

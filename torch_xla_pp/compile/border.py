@@ -1,7 +1,7 @@
 """What a stage's programs exchange with other ranks themselves.
 
 A program receives first and sends last. A *border* lists the values of one message; a
-*route* tells at run time which message it is and where to (see `transport.in_graph`).
+*route* tells at run time which message it is and where to (see `ProgramOps`).
 The *token* keeps the ops: a program with borders returns one token for all.
 
 Values are kept by name, as in all of `compile`: received ones are as good as inputs,
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.names import TOKEN, route_in, route_out
-from torch_xla_pp.transport import ShardLayout, receive_op, send_op
+from torch_xla_pp.transport import ProgramOps, ShardLayout
 
 
 class Border(NamedTuple):
@@ -29,11 +29,17 @@ class Border(NamedTuple):
         names: What the values are called in the functions of a stage; None for a
             value that nothing computes, which is sent as zeros.
         layouts: Their layouts on the devices of this rank.
+        ops: What sends or receives them.
     """
 
     stage: int
     names: tuple[str | None, ...]
     layouts: tuple[ShardLayout, ...]
+    ops: ProgramOps
+
+    def renamed(self, names: Mapping[str, str | None]) -> "Border":
+        """Return it with the names that a function has for its values."""
+        return self._replace(names=tuple(n and names.get(n) for n in self.names))
 
 
 def receive(border: Border, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -46,7 +52,8 @@ def receive(border: Border, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Returns:
         The values that have a name, and a token.
     """
-    received, token = receive_op(values[route_in(border.stage)], border.layouts)
+    route = values[route_in(border.stage)]
+    received, token = border.ops.receive_op(route, border.layouts)
     named = zip(border.names, received, strict=True)
     return {TOKEN: token, **{name: v for name, v in named if name is not None}}
 
@@ -57,7 +64,8 @@ def send(border: Border, values: Mapping[str, Tensor]) -> Tensor:
         _zeros(layout) if name is None else values[name]
         for name, layout in zip(border.names, border.layouts, strict=True)
     ]
-    return send_op(values[route_out(border.stage)], tensors, border.layouts)
+    route = values[route_out(border.stage)]
+    return border.ops.send_op(route, tensors, border.layouts)
 
 
 def names_of(borders: Iterable[Border]) -> list[str]:

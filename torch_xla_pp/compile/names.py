@@ -21,6 +21,8 @@ Name                     Made by                      Read by
                          sums per group
 `grad:ROLE`              the user: `.grad` as a step  the start or the reduction of
                          begins                       sums
+`grad:input:INDEX`       backwards, for an input of   the stage that made the input
+                         another stage
 `whole:ROLE`             the gathering of a weight,   the stage: its `param:NAME` for
                          once a step                  that step
 `part:NAME@STAGE`        each stage that has a tied   the sum over these stages
@@ -141,6 +143,11 @@ def given_grad(role: str) -> str:
     return f"grad:{role}"
 
 
+def input_grad(index: int) -> str:
+    """Return the name under which the gradient of an input is sent."""
+    return f"grad:{input_role(index)}"
+
+
 def copied(role: str) -> str:
     """Return the name of a weight's copy, sharded as programs use it."""
     return f"whole:{role}"
@@ -157,7 +164,7 @@ def shared_total(name: str) -> str:
 
 
 def bucket_name(kind: BucketKind, bucket: int, replica: int) -> str:
-    """Return the name of a piece of a bucket of gradients, see `compile.replicas`."""
+    """Return the name of a piece of a bucket of gradients, see `gradients.replicas`."""
     return f"{kind}:{bucket}@{replica}"
 
 

@@ -19,14 +19,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from torch_xla_pp import xla_compat
+from torch_xla_pp import cpu, xla_compat
 from torch_xla_pp.compile.group_sums.row_groups import RowGroups
+from torch_xla_pp.compile.lowering import Rule
 from torch_xla_pp.compile.ops import is_transpose, views
 from torch_xla_pp.graph import SHARD, axes_of
 from torch_xla_pp.mesh import LogicalAxes
+from torch_xla_pp.world import World
 
 _aten = torch.ops.aten
 _MERGES = views("view")
+
+
+def lowering_rules(world: World) -> tuple[Rule, ...]:
+    """Return what operations of a rank's programs are run by.
+
+    Args:
+        world: The devices of the rank.
+    """
+    multiply = cpu.library_product()
+    if multiply is not None:
+        return (LibraryProducts(multiply=multiply),)
+    return (Constraints(layout=world.constraint),) if world.is_constrained else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

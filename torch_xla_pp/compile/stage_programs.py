@@ -35,13 +35,13 @@ class Forwarded(NamedTuple):
 
     Attributes:
         outputs: Output index → tensor, of those that are returned.
-        received: Input index → tensor, of those that are handed on.
+        received: Name → received input, of those that are passed on.
         live: What the backward of this microbatch will read.
         updates: Buffer role → new value.
     """
 
     outputs: dict[int, Tensor]
-    received: dict[int, Tensor]
+    received: dict[str, Tensor]
     live: Values
     updates: Values
 
@@ -257,7 +257,7 @@ class StagePrograms:
         kept = {**live, **results} if name == "forward" else {}
         return Forwarded(
             outputs={i: everything[n] for i, n in specs.outputs.items()},
-            received={i: everything[n] for i, n in specs.handed_on.items()},
+            received={name: everything[name] for name in specs.passed_on},
             live={n: value for n, value in kept.items() if n in specs.kept},
             updates={
                 role: results[name]

@@ -3,71 +3,68 @@
 Where a stage has *borders*, its programs receive and send themselves: the values of a
 border are then neither passed in nor returned, but its route is passed in. Where an
 output has several consumers, each gives a *part* of its gradient, under the name
-that `Borders.tangent_name` tells, and the backward adds them up.
+that `tangent_name` tells, and the backward adds them up.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile.border import Border
+from torch_xla_pp.compile.border import Border, names_of
 from torch_xla_pp.compile.lowering import Rule
 from torch_xla_pp.compile.names import (
     accumulator,
+    input_grad,
     input_role,
     is_route,
+    output_name,
     tangent,
     tangent_part,
 )
 from torch_xla_pp.compile.partition import Function, StageFunctions, nothing
 from torch_xla_pp.compile.program_spec import ProgramSpec
-from torch_xla_pp.transport import ShardLayout
 
 ProgramName: TypeAlias = Literal[
     "forward", "inference", "backward", "backward input", "backward weight"
 ]
-Layouts = Mapping[int, ShardLayout]
 Shardings: TypeAlias = Sequence[xla_compat.OpSharding]
 
 
 class Borders(NamedTuple):
-    """The values that the programs of a stage exchange with other stages.
-
-    The first four are messages that the programs receive and send themselves: stage on
-    the other side → index of an input or output → its layout, in the order of the
-    message.
+    """The values that the programs of a stage exchange with other stages themselves.
 
     Attributes:
-        inputs: Inputs that the forward receives.
-        outputs: Outputs that the forward sends.
-        tangents: Outputs whose gradients the backward receives.
-        grads: Inputs whose gradients the backward sends.
+        inputs: What the forward receives, by `input_role`.
+        outputs: What the forward sends, by `output_name`.
+        tangents: What the backward receives, by `tangent_name`.
+        grads: What the backward sends, by `input_grad`.
         consumers: Output index → the stages that use it.
-        returned: Outputs that the forward returns, None for all.
-        handed_on: Received inputs that the forward returns.
+        returned: Names of the outputs that the forward returns, None for all.
+        passed_on: Names of the received inputs that the forward returns.
     """
 
-    inputs: Mapping[int, Layouts] = {}
-    outputs: Mapping[int, Layouts] = {}
-    tangents: Mapping[int, Layouts] = {}
-    grads: Mapping[int, Layouts] = {}
+    inputs: Sequence[Border] = ()
+    outputs: Sequence[Border] = ()
+    tangents: Sequence[Border] = ()
+    grads: Sequence[Border] = ()
     consumers: Mapping[int, Sequence[int]] = {}
-    returned: Collection[int] | None = None
-    handed_on: Collection[int] = ()
-
-    def tangent_name(self, index: int, consumer: int) -> str:
-        """Return the name of the gradient of an output that a consumer gives."""
-        is_one = len(self.consumers[index]) == 1
-        return tangent(index) if is_one else tangent_part(index, consumer)
+    returned: Collection[str] | None = None
+    passed_on: Collection[str] = ()
 
     def tangent_parts(self) -> dict[str, list[str]]:
         """Return what gradients are the sum of, where there are several parts."""
         return {
-            tangent(index): [self.tangent_name(index, c) for c in consumers]
+            tangent(index): [tangent_name(index, c, consumers) for c in consumers]
             for index, consumers in self.consumers.items()
             if len(consumers) > 1
         }
+
+
+def tangent_name(index: int, consumer: int, consumers: Collection[int]) -> str:
+    """Return the name of the gradient of an output that one of its users gives."""
+    is_one = len(consumers) == 1
+    return tangent(index) if is_one else tangent_part(index, consumer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +74,7 @@ class StageSpecs:
     Args:
         programs: What each program does, without those that would do nothing.
         outputs: Output index → name, of those that the forward returns.
-        handed_on: Input index → name, of received ones that the forward returns.
+        passed_on: Names of received inputs that the forward returns.
         kept: Names of what the backwards read of one microbatch's forward.
         residual: Names of what the second half of a backward reads.
         input_grads: Input index → name of its gradient, None for zero; of those that
@@ -86,7 +83,7 @@ class StageSpecs:
 
     programs: Mapping[ProgramName, ProgramSpec]
     outputs: Mapping[int, str]
-    handed_on: Mapping[int, str]
+    passed_on: Collection[str]
     kept: frozenset[str]
     residual: frozenset[str]
     input_grads: Mapping[int, str | None]
@@ -155,10 +152,15 @@ class _Table:
         self._tangents += [part for names in self._parts.values() for part in names]
         self._sums = [accumulator(role) for role in functions.parameter_grads]
         grads = functions.input_grads
-        self._coming_back = _messages(borders.tangents, borders.tangent_name)
-        self._going_back = _messages(borders.grads, lambda i, _: grads.get(i))
-        sent = {index for layouts in borders.grads.values() for index in layouts}
-        self._input_grads = {i: name for i, name in grads.items() if i not in sent}
+        outputs = {output_name(i): n for i, n in enumerate(functions.outputs)}
+        self._leaving = [sent.renamed(outputs) for sent in borders.outputs]
+        back = {input_grad(i): name for i, name in grads.items()}
+        self._going_back = [sent.renamed(back) for sent in borders.grads]
+        # What the caller gets; gradients that are sent are not among it.
+        sent = names_of(borders.grads)
+        self._input_grads = {
+            i: n for i, n in grads.items() if input_grad(i) not in sent
+        }
 
     def specs(self) -> StageSpecs:
         functions, borders = self._functions, self._borders
@@ -169,10 +171,9 @@ class _Table:
         outputs = {
             index: name
             for index, name in enumerate(functions.outputs)
-            if borders.returned is None or index in borders.returned
+            if borders.returned is None or output_name(index) in borders.returned
         }
-        handed_on = {index: input_role(index) for index in borders.handed_on}
-        results = {*outputs.values(), *handed_on.values()}
+        results = {*outputs.values(), *borders.passed_on}
         results |= {*functions.buffer_updates.values()}
         programs: dict[ProgramName, ProgramSpec] = {
             "forward": self._forward(functions.forward, results | kept),
@@ -189,20 +190,19 @@ class _Table:
                 if name not in backwards or not spec.is_empty
             },
             outputs=outputs,
-            handed_on=handed_on,
+            passed_on=borders.passed_on,
             kept=frozenset(kept),
             residual=frozenset(weight.inputs),
             input_grads=self._input_grads,
         )
 
     def _forward(self, function: Function, wanted: Collection[str]) -> ProgramSpec:
-        outputs = self._functions.outputs
         return ProgramSpec(
             function=function,
             pins=self._pins,
             checked=self._inputs,
-            received=_messages(self._borders.inputs, lambda i, _: input_role(i)),
-            sent=_messages(self._borders.outputs, lambda i, _: outputs[i]),
+            received=self._borders.inputs,
+            sent=self._leaving,
             wanted=wanted,
             rules=self._rules,
             used=self._used,
@@ -214,7 +214,7 @@ class _Table:
             pins=self._pins,
             checked=self._tangents,
             donated=self._sums,
-            received=self._coming_back,
+            received=self._borders.tangents,
             sent=self._going_back,
             parts=self._parts,
             wanted=self._returned | {*self._functions.parameter_grads.values()},
@@ -228,7 +228,7 @@ class _Table:
             function=self._functions.backward_input or nothing("backward"),
             pins=self._pins,
             checked=self._tangents,
-            received=self._coming_back if is_first else (),
+            received=self._borders.tangents if is_first else (),
             sent=self._going_back,
             parts=self._parts,
             wanted=self._returned.union(weight.inputs),
@@ -243,7 +243,7 @@ class _Table:
             pins=self._pins,
             checked=self._tangents,
             donated=self._sums,
-            received=() if is_second else self._coming_back,
+            received=() if is_second else self._borders.tangents,
             parts={} if is_second else self._parts,
             rules=self._rules,
             used=self._used,
@@ -271,17 +271,3 @@ class _Table:
         read = {*full.inputs, *first.inputs, *self._returned}
         read |= {*weight.inputs} - {*first.outputs}
         return {name for name in read if not is_route(name)}
-
-
-def _messages(
-    messages: Mapping[int, Layouts], name_of: Callable[[int, int], str | None]
-) -> list[Border]:
-    """Return the borders of messages; `name_of` takes an index and a stage."""
-    return [
-        Border(
-            stage,
-            tuple(name_of(index, stage) for index in layouts),
-            tuple(layouts.values()),
-        )
-        for stage, layouts in messages.items()
-    ]

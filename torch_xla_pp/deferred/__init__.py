@@ -8,17 +8,31 @@ from torch_xla_pp.deferred.materialize import (
     record_resets,
     unwritten,
 )
+from torch_xla_pp.deferred.module_tensors import (
+    PARAMETER,
+    TensorPlace,
+    parameter_names,
+    places_of,
+    shapes_of,
+    state_of,
+)
 from torch_xla_pp.deferred.recipes import record_of, share_record, value_of
 
 __all__ = [
+    "PARAMETER",
+    "TensorPlace",
     "as_on_host",
     "back_to_meta",
     "deferred_init",
     "lacking",
     "materialize",
+    "parameter_names",
+    "places_of",
     "record_of",
     "record_resets",
+    "shapes_of",
     "share_record",
+    "state_of",
     "unwritten",
     "value_of",
 ]

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_pp.deferred.deferred_init import constant
 from torch_xla_pp.deferred.materialize import replace_tensors
-from torch_xla_pp.deferred.naming import named_values
+from torch_xla_pp.deferred.module_tensors import all_places_of
 from torch_xla_pp.deferred.recipes import meta_like, record_of, share_record
 
 
@@ -27,7 +27,7 @@ def as_on_host(module: nn.Module) -> Iterator[Callable[[Any], Any]]:
     Yields:
         What does the same with the tensors of a pytree.
     """
-    if not any(value.is_meta for _, value in named_values(module)):
+    if not any(place.tensor.is_meta for place in all_places_of(module)):
         yield lambda tree: tree
         return
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -40,8 +40,8 @@ def as_on_host(module: nn.Module) -> Iterator[Callable[[Any], Any]]:
     try:
         yield lambda tree: pytree.tree_map_only(Tensor, faked, tree)
     finally:
-        for slots, key, value in undo:
-            slots[key] = value
+        for place, value in undo:
+            place.put(value)
 
 
 def back_to_meta(module: nn.Module) -> None:

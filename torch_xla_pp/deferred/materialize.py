@@ -1,12 +1,16 @@
 """Give modules on meta their values, or say which have none."""
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 
 from torch_xla_pp.deferred.deferred_init import deferred_init
-from torch_xla_pp.deferred.naming import is_deferred, name_values, named_values
+from torch_xla_pp.deferred.module_tensors import (
+    TensorPlace,
+    all_places_of,
+    state_of,
+)
+from torch_xla_pp.deferred.naming import is_deferred, name_values
 from torch_xla_pp.deferred.recipes import record_of, value_of
 from torch_xla_pp.errors import PipelineError
 
@@ -64,8 +68,8 @@ def record_resets(module: nn.Module) -> None:
 
 def unwritten(module: nn.Module) -> list[str]:
     """Return the names of parameters and buffers that have no value and no recipe."""
-    held = [*module.named_parameters(), *module.named_buffers(remove_duplicate=False)]
-    return [name for name, value in held if not _has_value(value)]
+    held = state_of(module)
+    return [place.name for place in held if not _has_value(place.tensor)]
 
 
 def lacking(names: list[str]) -> str:
@@ -79,24 +83,18 @@ def lacking(names: list[str]) -> str:
 
 def replace_tensors(
     module: nn.Module, replaced: Callable[[Tensor], Tensor]
-) -> list[tuple[Any, str, Tensor]]:
+) -> list[tuple[TensorPlace, Tensor]]:
     """Replace tensors by others, each one once.
 
     Returns:
         Where tensors were replaced, and what was there.
     """
+    undo = [(place, place.tensor) for place in all_places_of(module)]
     new: dict[int, Tensor] = {}
-    undo = []
-    held: list[dict[str, Any]] = []
-    for sub in module.modules():
-        held += [sub._parameters, sub._buffers, vars(sub)]
-    for slots in held:
-        for key, value in list(slots.items()):
-            if isinstance(value, Tensor):
-                undo.append((slots, key, value))
-                if id(value) not in new:
-                    new[id(value)] = _as(value, replaced(value))
-                slots[key] = new[id(value)]
+    for place, value in undo:
+        if id(value) not in new:
+            new[id(value)] = _as(value, replaced(value))
+        place.put(new[id(value)])
     return undo
 
 
@@ -120,11 +118,12 @@ def _has_value(value: Tensor) -> bool:
 def _check_versions(module: nn.Module) -> None:
     """Refuse values that were written to when nothing was recorded."""
     faults = []
-    for name, value in named_values(module):
+    for place in all_places_of(module):
+        value = place.tensor
         record = record_of(value) if value.is_meta else None
         if record is not None and record.version is not None:
             if value._version > record.version:
-                faults.append(name)
+                faults.append(place.name)
     if faults:
         raise PipelineError(
             "deferred_init: expected parameters and buffers to be written to inside "

@@ -5,28 +5,19 @@ first name that a tensor gets counts.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 
 from torch import Tensor, nn
 
+from torch_xla_pp.deferred.module_tensors import all_places_of
 from torch_xla_pp.deferred.recipes import needed_for, record_of
 
 # An attribute of modules that were built under deferred_init.
 _MARK = "_torch_xla_pp_is_deferred"
 
 
-def named_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors of a module, buffers or not, under all of their names."""
-    for path, sub in module.named_modules(remove_duplicate=False):
-        slots = chain(sub._parameters.items(), sub._buffers.items(), vars(sub).items())
-        for key, value in slots:
-            if isinstance(value, Tensor):
-                yield f"{path}.{key}" if path else key, value
-
-
 def name_values(module: nn.Module) -> None:
     """Give names to recorded values of a module that have none."""
-    _name(named_values(module))
+    _name(_named(module))
 
 
 def name_built(modules: Sequence[nn.Module]) -> None:
@@ -40,7 +31,7 @@ def name_built(modules: Sequence[nn.Module]) -> None:
     inner = {child for module in modules for child in module.children()}
     counts: dict[str, int] = {}
     for root in [module for module in modules if module not in inner]:
-        named = list(named_values(root))
+        named = list(_named(root))
         _name((_numbered(name, counts.get(name, 0)), value) for name, value in named)
         for name in dict.fromkeys(name for name, _ in named):
             counts[name] = counts.get(name, 0) + 1
@@ -55,6 +46,10 @@ def is_deferred(module: nn.Module) -> bool:
 
 def _numbered(name: str, number: int) -> str:
     return f"{name}#{number}" if number else name
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return ((place.name, place.tensor) for place in all_places_of(module))
 
 
 def _name(named: Iterable[tuple[str, Tensor]]) -> None:

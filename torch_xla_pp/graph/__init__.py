@@ -25,9 +25,9 @@ from torch_xla_pp.graph.shard import (
     shard_in_graph,
     sharding_outputs,
 )
+from torch_xla_pp.graph.source import Source
 from torch_xla_pp.graph.stage_graph import (
     SharedParameter,
-    Source,
     Stage,
     StageEdge,
     StageGraph,
@@ -37,7 +37,6 @@ from torch_xla_pp.graph.template import Slot, Template
 from torch_xla_pp.graph.ties import (
     check_split_spec,
     keep_parameters,
-    parameter_names,
     tie_parameters,
     untied,
 )
@@ -71,7 +70,6 @@ __all__ = [
     "is_set",
     "keep_parameters",
     "mapped_as",
-    "parameter_names",
     "pipeline_yield",
     "prepare",
     "reads_training",

@@ -15,12 +15,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from torch_xla_pp.errors import PlanError
+from torch_xla_pp.graph.source import Source
 from torch_xla_pp.mesh import LogicalAxes
-
-Source = tuple[int, int | None]
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_COUNTS = ("", "K", "M", "G", "T", "P")
+from torch_xla_pp.text import bytes_text, count_text, type_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +35,7 @@ class StageValue:
     dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
-        return f"{self.name} {_type_text(self.shape, self.dtype)}"
+        return f"{self.name} {type_text(self.shape, self.dtype)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,10 +69,10 @@ class Stage:
         """Return what is known of its size, as texts."""
         facts = []
         if self.num_parameters is not None and self.parameter_bytes is not None:
-            size = _bytes_text(self.parameter_bytes)
-            facts.append(f"{_count_text(self.num_parameters)} parameters ({size})")
+            size = bytes_text(self.parameter_bytes)
+            facts.append(f"{count_text(self.num_parameters)} parameters ({size})")
         if self.flops is not None:
-            facts.append(f"{_count_text(self.flops)} FLOPs")
+            facts.append(f"{count_text(self.flops)} FLOPs")
         return tuple(facts)
 
 
@@ -114,7 +111,7 @@ class StageEdge:
         ends = f"{self.producer}.out{self.output} -> {self.consumer}.in{self.input}"
         if self.bytes is None:
             return ends
-        facts = [_type_text(self.shape, self.dtype), _bytes_text(self.bytes)]
+        facts = [type_text(self.shape, self.dtype), bytes_text(self.bytes)]
         return "  ".join([ends, *facts, *([self.sharding] if self.sharding else [])])
 
 
@@ -181,8 +178,8 @@ class StageGraph:
             label = _quoted("\n".join([f"{index} {stage.name}", *stage.facts]))
             lines.append(f"  {index} [label={label}];")
         for edge in self.edges:
-            size = [] if edge.bytes is None else [_bytes_text(edge.bytes)]
-            facts = [_type_text(edge.shape, edge.dtype), *size]
+            size = [] if edge.bytes is None else [bytes_text(edge.bytes)]
+            facts = [type_text(edge.shape, edge.dtype), *size]
             text = _quoted("\n".join(filter(None, facts)))
             lines.append(f"  {edge.producer} -> {edge.consumer} [label={text}];")
         return "\n".join([*lines, "}"])
@@ -206,12 +203,11 @@ class StageGraph:
         """Return where each positional input of a stage's module comes from.
 
         Returns:
-            Pairs of the producing stage and the index of its output, None for the
-            index if the producer's module returns one bare tensor. Empty for the
-            first stage, whose inputs the schedule passes in.
+            The outputs of producers, without an index of one that returns one bare
+            tensor. Empty for the first stage, whose inputs the schedule passes in.
         """
         return tuple(
-            (e.producer, None if self.stages[e.producer].is_bare else e.output)
+            Source(e.producer, None if self.stages[e.producer].is_bare else e.output)
             for e in self._inputs(stage)
         )
 
@@ -276,7 +272,7 @@ class StageGraph:
         """
         sources: list[list[Source]] = [[]]
         for stage, count in enumerate(num_outputs):
-            sources.append([(stage, i) for i in range(count)])
+            sources.append([Source(stage, i) for i in range(count)])
         return cls.from_sources(sources)
 
     @classmethod
@@ -290,11 +286,16 @@ class StageGraph:
             PlanError: The stages form no graph.
         """
         edges = tuple(
-            StageEdge(producer=stage, output=output or 0, consumer=consumer, input=i)
+            StageEdge(
+                producer=source.stage,
+                output=source.key if isinstance(source.key, int) else 0,
+                consumer=consumer,
+                input=i,
+            )
             for consumer, inputs in enumerate(sources)
-            for i, (stage, output) in enumerate(inputs)
+            for i, source in enumerate(inputs)
         )
-        bare = {stage for inputs in sources for stage, i in inputs if i is None}
+        bare = {s.stage for inputs in sources for s in inputs if s.key is None}
         stages = tuple(
             Stage(name=f"stage_{i}", is_bare=i in bare) for i in range(len(sources))
         )
@@ -395,29 +396,6 @@ def _longest_path(pairs: Iterable[tuple[int, int]], end: int) -> int:
 
 def _arrows(pairs: Iterable[tuple[int, int]]) -> str:
     return ", ".join(f"{producer} -> {consumer}" for producer, consumer in pairs)
-
-
-def _type_text(shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> str:
-    kind = "" if dtype is None else str(dtype).removeprefix("torch.")
-    return kind + ("" if shape is None else str(list(shape)))
-
-
-def _bytes_text(count: int) -> str:
-    return _scaled(count, 1024, _UNITS, " ")
-
-
-def _count_text(count: int) -> str:
-    return _scaled(count, 1000, _COUNTS, "")
-
-
-def _scaled(count: int, base: int, units: Sequence[str], gap: str) -> str:
-    """Write a number with three digits or more, in the largest unit that fits."""
-    power = 0
-    while power + 1 < len(units) and count >= base ** (power + 1):
-        power += 1
-    value = count / base**power
-    digits = 0 if power == 0 or value >= 100 else 1
-    return f"{value:.{digits}f}{gap}{units[power]}"
 
 
 def _quoted(text: str) -> str:

@@ -1,23 +1,37 @@
 """The structure of arguments and outputs, apart from their tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from torch_xla_pp.text import type_text
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Stand for the tensor number `index`."""
+    """Stand for the tensor number `index`.
+
+    Args:
+        index: Its number.
+        shape: Its shape, None for any.
+        dtype: Its dtype, None for any.
+    """
 
     index: int
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        return type_text(self.shape, self.dtype) or f"tensor {self.index}"
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Hold a pytree with slots in place of its tensors; equal tensors share one.
+    """A pytree with slots in place of its tensors.
 
     Args:
         spec: How the leaves are put together.
@@ -31,7 +45,7 @@ class Template:
     def of(
         cls, tree: Any, tensors: Sequence[Tensor] = ()
     ) -> tuple["Template", list[Tensor]]:
-        """Take a pytree apart.
+        """Take a pytree apart; a tensor that is there twice has one slot.
 
         Args:
             tree: The pytree.
@@ -49,6 +63,27 @@ class Template:
                 found.append(leaf)
         marks = [slots[id(x)] if isinstance(x, Tensor) else x for x in leaves]
         return cls(spec, tuple(marks)), found
+
+    @classmethod
+    def of_arguments(
+        cls, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> tuple["Template", list[Tensor]]:
+        """Take arguments apart into what they look like and their tensors.
+
+        Templates of calls that look alike are equal: each tensor has a slot of its
+        own, with shape and dtype, also one that is there twice.
+
+        Returns:
+            The template of a pair of `args` and `kwargs`, and the tensor of each slot.
+        """
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+        found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        slots = (Slot(i, tuple(x.shape), x.dtype) for i, x in enumerate(found))
+        marks = [next(slots) if isinstance(x, Tensor) else x for x in leaves]
+        return cls(spec, tuple(marks)), found
+
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.leaves))})"
 
     @property
     def num_slots(self) -> int:

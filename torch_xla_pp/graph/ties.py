@@ -5,9 +5,15 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from torch_xla_pp.deferred import record_of, share_record
+from torch_xla_pp.deferred import (
+    PARAMETER,
+    TensorPlace,
+    places_of,
+    record_of,
+    share_record,
+)
 from torch_xla_pp.graph.stage_graph import SharedParameter
 
 _CALL_NUMBER = re.compile(r"@\d+")
@@ -26,14 +32,6 @@ def check_split_spec(module: nn.Module, split_spec: Mapping[str, Any]) -> None:
             f"split_spec: expected names of submodules of {type(module).__name__}, "
             f"got unknown {unknown}. Use names out of: {', '.join(known)}."
         )
-
-
-def parameter_names(module: nn.Module) -> list[tuple[str, ...]]:
-    """Return for each parameter of `module` all names that it has."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [tuple(group) for group in names.values()]
 
 
 def shared_parameters(
@@ -66,26 +64,22 @@ def untied(module: nn.Module, groups: Iterable[tuple[str, ...]]) -> Iterator[Non
     Tracing keeps one of the names only, and which one is not sure. Parameters that
     are shared because a whole submodule is are left as they are.
     """
+    places = {place.name: place for place in places_of(module)}
     replaced = []
     for group in groups:
-        slots = [_slot(module, name) for name in group]
-        for slot, key in slots[1:]:
-            if slot is not slots[0][0] and slot[key] is slots[0][0][slots[0][1]]:
-                replaced.append((slot, key, slot[key]))
-                slot[key] = _copy_of(slot[key])
+        first, *others = (places[name] for name in group)
+        for place in others:
+            if place.slots is not first.slots and place.tensor is first.tensor:
+                replaced.append((place, place.tensor))
+                place.put(_copy_of(place.tensor))
     try:
         yield
     finally:
-        for slot, key, parameter in replaced:
-            slot[key] = parameter
+        for place, parameter in replaced:
+            place.put(parameter)
 
 
-def _slot(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    path, _, key = name.rpartition(".")
-    return module.get_submodule(path)._parameters, key
-
-
-def _copy_of(parameter: nn.Parameter) -> nn.Parameter:
+def _copy_of(parameter: Tensor) -> nn.Parameter:
     data = parameter.detach().clone()
     record = record_of(parameter)
     if record is not None:
@@ -101,16 +95,16 @@ def tie_parameters(groups: Iterable[tuple[str, ...]], stage: nn.Module) -> None:
     their own, called `name@1` and so on. The first name's parameter is kept.
     """
     group_of = {name: group[0] for group in groups for name in group}
-    place = {name: i for group in groups for i, name in enumerate(group)}
-    first: dict[str, nn.Parameter] = {}
+    number = {name: i for group in groups for i, name in enumerate(group)}
+    first: dict[str, Tensor] = {}
+
+    def order(place: TensorPlace) -> int:
+        return number.get(_plain(place), 0)
+
     _list_calls_last(stage)
-    held = [
-        (_CALL_NUMBER.sub("", name), name, parameter)
-        for name, parameter in stage.named_parameters(remove_duplicate=False)
-    ]
-    for plain, name, parameter in sorted(held, key=lambda item: place.get(item[0], 0)):
-        slot, key = _slot(stage, name)
-        slot[key] = first.setdefault(group_of.get(plain, plain), parameter)
+    for place in sorted(_parameters_of(stage), key=order):
+        plain = _plain(place)
+        place.put(first.setdefault(group_of.get(plain, plain), place.tensor))
 
 
 def keep_parameters(module: nn.Module, stage: nn.Module) -> None:
@@ -118,12 +112,19 @@ def keep_parameters(module: nn.Module, stage: nn.Module) -> None:
 
     An optimizer of the model's parameters then trains the stage's.
     """
-    known = dict(module.named_parameters(remove_duplicate=False))
-    for name, _ in list(stage.named_parameters(remove_duplicate=False)):
-        plain = _CALL_NUMBER.sub("", name)
-        if plain in known:
-            slot, key = _slot(stage, name)
-            slot[key] = known[plain]
+    known = {place.name: place.tensor for place in _parameters_of(module)}
+    for place in _parameters_of(stage):
+        if _plain(place) in known:
+            place.put(known[_plain(place)])
+
+
+def _parameters_of(module: nn.Module) -> list[TensorPlace]:
+    return [place for place in places_of(module) if place.holding == PARAMETER]
+
+
+def _plain(place: TensorPlace) -> str:
+    """Return the name that a parameter has in the first call of its submodule."""
+    return _CALL_NUMBER.sub("", place.name)
 
 
 def _list_calls_last(stage: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as _init_torch_mesh
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.launch.device import device
+from torch_xla_pp.launch.xla_device import device
 from torch_xla_pp.mesh import MeshLayout, launch_hint
 from torch_xla_pp.transport import of_group
 

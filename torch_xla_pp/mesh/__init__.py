@@ -11,20 +11,24 @@ from torch_xla_pp.mesh.local_mesh import (
     TensorSpec,
     axis_names,
 )
+from torch_xla_pp.mesh.rank_layout import AUTO, BatchAxis, RankLayout
 from torch_xla_pp.mesh.reshard import Piece, Runs, reshard
 from torch_xla_pp.mesh.rules import Sharding, assign_partitions, match_rules
 from torch_xla_pp.mesh.striping import striped_positions
 from torch_xla_pp.mesh.tiling import Box, Tiling
 
 __all__ = [
+    "AUTO",
     "Axis",
     "AxisRules",
+    "BatchAxis",
     "Box",
     "LocalMesh",
     "LogicalAxes",
     "MeshLayout",
     "Partition",
     "Piece",
+    "RankLayout",
     "Runs",
     "Sharding",
     "TensorSpec",

@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+from torch_xla_pp.text import type_text
 
 Axis = str | tuple[str, ...] | None
 Partition = tuple[Axis, ...]
@@ -115,10 +118,27 @@ class TensorSpec:
     requires_grad: bool = False
     axes: LogicalAxes | None = None
 
+    @classmethod
+    def of(
+        cls,
+        value: Tensor,
+        partition: Partition,
+        requires_grad: bool,
+        axes: LogicalAxes | None = None,
+    ) -> "TensorSpec":
+        """Describe a value by its metadata."""
+        return cls(
+            shape=tuple(value.shape),
+            dtype=value.dtype,
+            partition=partition,
+            requires_grad=requires_grad,
+            axes=axes,
+        )
+
     def shard_bytes(self, mesh: LocalMesh) -> int:
         """Return the bytes of one device's part."""
         shape = mesh.shard_shape(self.shape, self.partition)
         return math.prod(shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return type_text(self.shape, self.dtype)

@@ -1,15 +1,45 @@
-"""WHO: which stage needs what of which other one, and on which ranks they are."""
+"""WHO: which stage needs what of which other one, and on which ranks they are. Pure."""
 
+from torch_xla_pp.plan.claims import (
+    Claim,
+    ReplicaClaim,
+    StageClaim,
+    replica_faults,
+    wiring_of,
+)
 from torch_xla_pp.plan.fan import Fan, Value
-from torch_xla_pp.plan.stage_inputs import InputsFrom, Source, SourceLike, StageInputs
+from torch_xla_pp.plan.stage_inputs import InputsFrom, SourceLike, StageInputs
+from torch_xla_pp.plan.stage_plan import (
+    Offer,
+    StagePlan,
+    StagePlanner,
+    Tilings,
+    check_kwargs,
+    describe_all,
+)
+from torch_xla_pp.plan.step_kind import Arguments, KindNumbers, Mode, autocast_dtype
 from torch_xla_pp.plan.wiring import Wiring
 
 __all__ = [
+    "Arguments",
+    "Claim",
     "Fan",
     "InputsFrom",
-    "Source",
+    "KindNumbers",
+    "Mode",
+    "Offer",
+    "ReplicaClaim",
     "SourceLike",
+    "StageClaim",
     "StageInputs",
+    "StagePlan",
+    "StagePlanner",
+    "Tilings",
     "Value",
     "Wiring",
+    "autocast_dtype",
+    "check_kwargs",
+    "describe_all",
+    "replica_faults",
+    "wiring_of",
 ]

@@ -1,12 +1,12 @@
 """How the values that one stage makes reach the stages that use them.
 
-Laws: a value is sent once to each rank that uses it; there, the first stage that uses
-it (the one of the lowest index, which must run first) receives it and gives it to
-the others. Its gradients go back from each consumer to the producer by themselves.
+Who hands a value on is the law of `schedule.givers_of`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from torch_xla_pp.schedule import givers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,4 @@ class Fan:
         return tuple(c for c, slots in sorted(self.uses.items()) if slot in slots)
 
     def _giver(self, slot: int, consumer: int) -> int:
-        rank = self.ranks[consumer]
-        if rank == self.ranks[self.producer]:
-            return self.producer
-        first = min(c for c in self.consumers_of(slot) if self.ranks[c] == rank)
-        return self.producer if first == consumer else first
+        return givers_of(self.producer, self.consumers_of(slot), self.ranks)[consumer]

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from torch_xla_pp.errors import PlanError
+from torch_xla_pp.graph import Source
 
-SourceLike: TypeAlias = int | tuple[int, int | str]
+SourceLike: TypeAlias = int | tuple[int, int | str] | Source
 
 InputsFrom: TypeAlias = Sequence[SourceLike] | Mapping[str, SourceLike]
 """Sources of positional arguments, or of keyword arguments by name.
@@ -14,47 +14,6 @@ InputsFrom: TypeAlias = Sequence[SourceLike] | Mapping[str, SourceLike]
 `2` is the whole output of stage 2; `(2, 0)` is its first item, and `(2, "mask")` its
 item of that key or its attribute of that name.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Name an output of a stage, or an item of it.
-
-    Args:
-        stage: Index of the stage that makes it.
-        key: Index, key or attribute of the item; None for the whole output.
-    """
-
-    stage: int
-    key: int | str | None = None
-
-    def __str__(self) -> str:
-        item = "" if self.key is None else f"[{self.key!r}]"
-        return f"output{item} of stage {self.stage}"
-
-    def overlaps(self, other: "Source") -> bool:
-        """Return whether two sources may have a value in common."""
-        is_whole = self.key is None or other.key is None
-        return self.stage == other.stage and (is_whole or self.key == other.key)
-
-    def of(self, output: Any) -> Any:
-        """Return what is meant out of the output of the stage.
-
-        Raises:
-            PlanError: There is no such item.
-        """
-        if self.key is None:
-            return output
-        try:
-            if isinstance(self.key, str) and not isinstance(output, Mapping):
-                return getattr(output, self.key)
-            return output[self.key]
-        except (AttributeError, LookupError, TypeError) as error:
-            raise PlanError(
-                f"inputs_from: expected {self} to exist, got an output of type "
-                f"{type(output).__name__} without it. Name an item that the stage "
-                "returns."
-            ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +71,8 @@ def _source(stage: int, value: Any) -> Source:
             source = Source(value)
         case (int() as origin, int() | str() as key):
             source = Source(origin, key)
+        case Source():
+            source = value
         case _:
             raise ValueError(
                 f"inputs_from: expected stage indices or pairs of a stage index and an "

@@ -1,6 +1,6 @@
 """The stages of all ranks, and what each takes from the others."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch_xla_pp.graph import Slot, Template
 from torch_xla_pp.mesh import Tiling
 from torch_xla_pp.plan.fan import Fan, Value
 from torch_xla_pp.plan.stage_inputs import StageInputs
+from torch_xla_pp.schedule import carriers_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,26 +63,25 @@ class Wiring:
         count = len(self.inputs)
         return [(p, stage) for stage in range(count) for p in self.producers(stage)]
 
-    def carriers(self) -> set[tuple[int, int]]:
+    def carriers(self) -> list[tuple[int, int]]:
         """Return pairs of stages of a rank of which the first may receive for both.
 
-        That is so where both use the same value of a stage on another rank.
+        What the outputs are made of is not known yet: sources are taken for values.
         """
         stages = range(len(self.inputs))
-        return {
-            (first, second)
-            for first in stages
-            for second in stages[first + 1 :]
-            if self.ranks[first] == self.ranks[second] and self._share(first, second)
-        }
+        values = [value for stage in stages for value in self._values_of(stage)]
+        return carriers_of(values, self.ranks)
 
-    def _share(self, first: int, second: int) -> bool:
-        rank = self.ranks[first]
-        return any(
-            one.overlaps(other) and self.ranks[one.stage] != rank
-            for one in self.inputs[first].sources
-            for other in self.inputs[second].sources
-        )
+    def _values_of(self, producer: int) -> Iterator[tuple[int, set[int]]]:
+        """Yield the consumers of each item that is named, and of all others."""
+        uses = [
+            (consumer, source.key)
+            for consumer, inputs in enumerate(self.inputs)
+            for source in inputs.sources
+            if source.stage == producer
+        ]
+        for item in {key for _, key in uses} | {None}:
+            yield producer, {c for c, key in uses if key in (item, None)}
 
     def faults(self) -> list[str]:
         """List the stages that have nothing to take, or whose outputs nobody takes."""

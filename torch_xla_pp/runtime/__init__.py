@@ -1,31 +1,28 @@
 """RUN: stages that torch's own schedule classes drive."""
 
-from torch_xla_pp.runtime.checks import check_plain_module
 from torch_xla_pp.runtime.grad_norm import clip_grad_norm_
-from torch_xla_pp.runtime.manual_stage import PipelineStage
-from torch_xla_pp.runtime.module_state import shapes_of
-from torch_xla_pp.runtime.orders import order_of
-from torch_xla_pp.runtime.profile import profile_step
+from torch_xla_pp.runtime.observer import NOBODY, Marks, Observer
+from torch_xla_pp.runtime.rank import RankPipeline
+from torch_xla_pp.runtime.saved import SavedValues
 from torch_xla_pp.runtime.schedule_table import ScheduleFromTable
-from torch_xla_pp.runtime.stage import XlaPipelineStage
-from torch_xla_pp.runtime.torch_compat import (
-    SPLIT_MARK,
-    Pipe,
-    move_factories_to,
-    trace_and_split,
-)
+from torch_xla_pp.runtime.stage import PipelineStage
+from torch_xla_pp.runtime.stage_memory import StageMemory
+from torch_xla_pp.runtime.stage_model import TracedModel
+from torch_xla_pp.runtime.torch_compat import TorchSchedule, order_of
+from torch_xla_pp.runtime.wrong_input import check_plain_module
 
 __all__ = [
-    "Pipe",
+    "NOBODY",
+    "Marks",
+    "Observer",
     "PipelineStage",
-    "SPLIT_MARK",
+    "RankPipeline",
+    "SavedValues",
     "ScheduleFromTable",
-    "XlaPipelineStage",
+    "StageMemory",
+    "TorchSchedule",
+    "TracedModel",
     "check_plain_module",
     "clip_grad_norm_",
-    "move_factories_to",
     "order_of",
-    "profile_step",
-    "shapes_of",
-    "trace_and_split",
 ]

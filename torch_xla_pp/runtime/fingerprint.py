@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
+from torch_xla_pp.text import type_text
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -33,9 +34,7 @@ def fingerprint(value: Tensor, parts: Iterable[Tensor], sharding: str = "") -> s
     for part in parts:
         data = part.detach().contiguous().reshape(-1).view(torch.uint8)
         digest.update(data.numpy().tobytes())
-    kind = str(value.dtype).removeprefix("torch.")
     lies = "" if sharding in ("", "{replicated}") else f" as {sharding}"
-    return (
-        f"{kind}{list(value.shape)}{lies}{'' if value.requires_grad else ' frozen'} "
-        f"with values {digest.hexdigest()}"
-    )
+    kind = type_text(value.shape, value.dtype)
+    frozen = "" if value.requires_grad else " frozen"
+    return f"{kind}{lies}{frozen} with values {digest.hexdigest()}"

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import Program, ProgramSpec, copied, copies
-from torch_xla_pp.runtime.memory import Sizes
+from torch_xla_pp.compile import Program, ProgramSpec, Sizes, copied, copies
 
 
 class GatheredWeights:

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_xla_pp.runtime.stage import XlaPipelineStage
+from torch_xla_pp.runtime.stage import PipelineStage
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    stages: XlaPipelineStage | Iterable[XlaPipelineStage],
+    stages: PipelineStage | Iterable[PipelineStage],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -35,7 +35,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: The norm is not finite, on every rank.
     """
-    own = [stages] if isinstance(stages, XlaPipelineStage) else list(stages)
+    own = [stages] if isinstance(stages, PipelineStage) else list(stages)
     counted = [
         parameter.grad
         for stage in own

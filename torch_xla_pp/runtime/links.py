@@ -1,26 +1,32 @@
-"""What one stage exchanges with the others, for each microbatch.
+"""A stage's channels: what it exchanges with the others, for each microbatch.
 
-Messages to other ranks are ops of the stage's programs (in-graph transport; only their
-routes are passed in here) or calls of the transport. Stages of one rank hand device
-values over without a copy. See `plan.fan` for who gives what to whom.
+See `runtime.channels` for the ways that values go, and `plan.fan` for who gives what to
+whom.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
-from torch_xla_pp.compile import Borders, Forwarded, input_role, route_in, route_out
-from torch_xla_pp.mesh import TensorSpec, Tiling
-from torch_xla_pp.plan import Fan, Value
-from torch_xla_pp.runtime.exchange import Exchange
-from torch_xla_pp.runtime.world import World
-from torch_xla_pp.transport import Direction, Message, ShardLayout
+from torch_xla_pp.compile import (
+    Borders,
+    Forwarded,
+    input_grad,
+    input_role,
+    output_name,
+    tangent_name,
+)
+from torch_xla_pp.mesh import TensorSpec
+from torch_xla_pp.plan import Fan, Tilings, Value
+from torch_xla_pp.runtime.channels import Channel, Edge, borders_of, returned_for
+from torch_xla_pp.text import type_text
+from torch_xla_pp.transport import Message
+from torch_xla_pp.world import World
 
 
-class Ends(NamedTuple):
-    """Hold both ends of a stage: what it takes and what it makes.
+class StageValues(NamedTuple):
+    """What a stage takes from others and makes for them.
 
     Attributes:
         stage: Index of the stage.
@@ -29,7 +35,6 @@ class Ends(NamedTuple):
         outputs: What its outputs look like.
         fans: How values reach their consumers, for the stage itself and each of its
             producers.
-        tilings: Stage → how values lie on its rank, filled in before the first message.
     """
 
     stage: int
@@ -37,337 +42,179 @@ class Ends(NamedTuple):
     received: Sequence[TensorSpec]
     outputs: Sequence[TensorSpec]
     fans: Mapping[int, Fan]
-    tilings: Mapping[int, Mapping[Value, Tiling]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Post:
-    """Describe one message of each microbatch between this stage and another rank.
-
-    Args:
-        direction: What is sent.
-        stage: The stage on the other side.
-        rank: Its rank.
-        values: The values that are concerned, or whose gradients are.
-        indices: Which inputs or outputs of this stage they are.
-        layouts: How they lie on this rank's devices.
-    """
-
-    direction: Direction
-    stage: int
-    rank: int
-    values: tuple[Value, ...]
-    indices: tuple[int, ...]
-    layouts: tuple[ShardLayout, ...]
-
-    @property
-    def border(self) -> dict[int, ShardLayout]:
-        """Return index → layout."""
-        return dict(zip(self.indices, self.layouts, strict=True))
-
-
-class _Hand(NamedTuple):
-    """Describe values that one stage of a rank hands over to another.
-
-    Attributes:
-        direction: What is handed over.
-        stage: The stage on the other side.
-        origin: The stage that made the values, or that gives their gradients.
-        slots: Slot of each value in the output that it is part of → which input or
-            output of this stage it is.
-    """
-
-    direction: Direction
-    stage: int
-    origin: int
-    slots: dict[int, int]
 
 
 class Links:
-    """Exchange the values of one stage with the other stages.
+    """A stage's channels to and from other stages.
 
     Args:
-        ends: What the stage takes and makes.
-        exchange: Carries values between stages.
+        values: What the stage takes and makes.
+        open_channel: Returns the channel of an edge.
         world: The devices of this rank.
 
     Attributes:
-        borders: What the stage's programs do themselves.
+        borders: What the stage's programs exchange themselves.
         unused: Outputs that need a gradient, but that no stage uses.
     """
 
-    def __init__(self, ends: Ends, exchange: Exchange, world: World) -> None:
-        self._ends = ends
-        self._stage = ends.stage
-        self._exchange = exchange
+    def __init__(
+        self, values: StageValues, open_channel: Callable[[Edge], Channel], world: World
+    ) -> None:
+        self._stage = values.stage
+        self._fans = values.fans
+        self._own = values.fans[values.stage]
+        self._tilings: Tilings = {}
+        self._received = values.received
         self._world = world
-        self._own = ends.fans[ends.stage]
-        self._input_of = {value: index for index, value in enumerate(ends.values)}
-        is_remote = self._is_remote
-        producers = sorted({value.stage for value in ends.values})
-        consumers = sorted(self._own.uses)
-        self._arriving = self._posts(self._arrival, producers)
-        self._leaving = self._posts(self._departure, consumers)
-        self._taken = [hand for p in producers for hand in self._hands_to(p)]
-        self._given = list(self._hands_from())
-        self._grads_arriving = self._posts(self._grads_from, consumers)
-        self._grads_leaving = self._posts(self._grads_to, producers)
-        self._grads_taken = [
-            _Hand("B", c, c, {slot: slot for slot in self._with_grad(c)})
-            for c in consumers
-            if not is_remote(c) and self._with_grad(c)
-        ]
-        self._grads_given = [
-            _Hand("B", p, self._stage, self._inputs_with_grad(p))
-            for p in producers
-            if not is_remote(p) and self._inputs_with_grad(p)
-        ]
-        self.borders = self._borders()
+        inputs = dict(zip(values.values, values.received, strict=True))
+        outputs = {Value(self._stage, i): x for i, x in enumerate(values.outputs)}
+        self._specs = {**inputs, **outputs}
+        self._input_of = {value: index for index, value in enumerate(inputs)}
+        rank_here = self._own.ranks[self._stage]
+
+        def opened(edges: Iterable[Edge]) -> list[Channel]:
+            # What comes from this rank first: it is there, or never comes.
+            ordered = sorted(edges, key=lambda x: (x.rank != rank_here, x.peer))
+            return [open_channel(edge) for edge in ordered if edge.names]
+
+        self._inputs = opened(self._input_edges())
+        self._outputs = opened(self._output_edges())
+        self._output_grads = opened(self._output_grad_edges())
+        self._input_grads = opened(self._input_grad_edges())
+        self.borders = self._borders(len(outputs))
+        drained = returned_for(self._input_grads)
+        names = {index: input_grad(index) for index in self._input_of.values()}
+        self._drained_grads = {i: name for i, name in names.items() if name in drained}
         self.unused = [
-            index
-            for index, spec in enumerate(ends.outputs)
-            if spec.requires_grad and not self.borders.consumers[index]
+            value.slot
+            for value, spec in outputs.items()
+            if spec.requires_grad and not self.borders.consumers[value.slot]
         ]
 
+    def agree(self, tilings: Tilings) -> None:
+        """Learn how values are tiled over other ranks, before the first message."""
+        self._tilings = tilings
+
     def moves(self) -> Iterator[str]:
-        """Say what is laid out anew on its way; its gradient is on the way back."""
-        for word, posts in (("from", self._arriving), ("to", self._leaving)):
-            for post in posts:
-                for layout, far in zip(post.layouts, self._there(post), strict=True):
-                    own = layout.tiling
-                    first, last = (far, own) if word == "from" else (own, far)
-                    dtype = str(layout.dtype).removeprefix("torch.")
-                    if first != last:
-                        value = f"{dtype}{list(layout.shape)} {word} stage {post.stage}"
-                        yield f"{value}: {first} -> {last}"
+        """Yield what is laid out anew on its way; its gradient is on the way back."""
+        for edge in (channel.edge for channel in (*self._inputs, *self._outputs)):
+            here = [layout.tiling for layout in edge.layouts]
+            there = edge.tilings_there() or here
+            for layout, own, far in zip(edge.layouts, here, there, strict=True):
+                value = type_text(layout.shape, layout.dtype)
+                if own != far and edge.is_sent:
+                    yield f"{value} to stage {edge.peer}: {own} -> {far}"
+                elif own != far:
+                    yield f"{value} from stage {edge.peer}: {far} -> {own}"
 
     # For each microbatch.
 
-    def take_inputs(self, microbatch: int) -> dict[str, Tensor]:
-        """Return the received inputs of a forward, or routes for them."""
-        return {
-            **self._take(self._taken, microbatch, _input),
-            **self._receive(self._arriving, microbatch, _input),
-            **self._routes(self._leaving, microbatch),
-        }
+    def receive_inputs(self, microbatch: int) -> dict[str, Tensor]:
+        """Return what a forward is given for its channels."""
+        return _fed((*self._inputs, *self._outputs), microbatch)
 
-    def give_outputs(self, microbatch: int, result: Forwarded) -> None:
-        """Hand on what a forward made or received, unless its program did."""
-        for hand in self._given:
-            is_own = hand.origin == self._stage
-            values = result.outputs if is_own else result.received
-            message = Message("F", hand.stage, microbatch, hand.origin)
-            given = {slot: values[i].detach() for slot, i in hand.slots.items()}
-            self._exchange.give(message, given)
-        for post in self._leaving:
-            if not self._is_in_graph(post):
-                message = self._leaving_message(post, microbatch)
-                sent = [result.outputs[index] for index in post.indices]
-                self._exchange.send(message, post.rank, sent, self._there(post))
+    def send_outputs(self, microbatch: int, result: Forwarded) -> None:
+        """Send what a forward made or received, unless its program did."""
+        made = {output_name(i): value for i, value in result.outputs.items()}
+        for channel in self._outputs:
+            channel.drain(microbatch, {**result.received, **made})
 
-    def take_grads(self, microbatch: int) -> dict[str, Tensor]:
-        """Return the gradients of the outputs for a backward, or routes for them."""
-        name_of = self.borders.tangent_name
-        return {
-            **self._take(self._grads_taken, microbatch, name_of),
-            **self._receive(self._grads_arriving, microbatch, name_of),
-            **self._routes(self._grads_leaving, microbatch),
-        }
+    def receive_grads(self, microbatch: int) -> dict[str, Tensor]:
+        """Return what a backward is given for its channels."""
+        return _fed((*self._output_grads, *self._input_grads), microbatch)
 
-    def give_grads(self, microbatch: int, grads: Mapping[int, Tensor | None]) -> None:
-        """Hand back the gradients of received inputs, unless the program did."""
-        for hand in self._grads_given:
-            message = Message("B", hand.stage, microbatch, self._stage)
-            given = {slot: self._grad(grads, i) for slot, i in hand.slots.items()}
-            self._exchange.give(message, given)
-        for post in self._grads_leaving:
-            if not self._is_in_graph(post):
-                message = self._leaving_message(post, microbatch)
-                sent = [self._grad(grads, index) for index in post.indices]
-                self._exchange.send(message, post.rank, sent, self._there(post))
-
-    def _grad(self, grads: Mapping[int, Tensor | None], index: int) -> Tensor:
-        found = grads.get(index)
-        if found is not None:
-            return found
-        return self._world.zeros(self._ends.received[index])
-
-    def _take(
-        self,
-        hands: Sequence[_Hand],
-        microbatch: int,
-        name_of: Callable[[int, int], str],
-    ) -> dict[str, Tensor]:
-        """Take what stages of this rank gave; `name_of` gets an index and a stage."""
-        found: dict[str, Tensor] = {}
-        for hand in hands:
-            message = Message(hand.direction, self._stage, microbatch, hand.origin)
-            values = self._exchange.take(message, hand.slots)
-            found |= {name_of(i, hand.stage): values[s] for s, i in hand.slots.items()}
-        return found
-
-    def _receive(
-        self,
-        posts: Sequence[_Post],
-        microbatch: int,
-        name_of: Callable[[int, int], str],
-    ) -> dict[str, Tensor]:
-        """Receive what other ranks send, or return routes for it."""
-        found: dict[str, Tensor] = {}
-        for post in posts:
-            message = Message(post.direction, self._stage, microbatch, post.stage)
-            if self._is_in_graph(post):
-                found[route_in(post.stage)] = self._exchange.receive_route(
-                    message, post.rank, post.layouts, self._there(post)
-                )
-                continue
-            values = self._exchange.receive(
-                message, post.rank, post.layouts, self._there(post)
-            )
-            names = [name_of(index, post.stage) for index in post.indices]
-            found |= zip(names, values, strict=True)
-        return found
-
-    def _routes(self, posts: Sequence[_Post], microbatch: int) -> dict[str, Tensor]:
-        """Return the routes of what programs send."""
-        return {
-            route_out(post.stage): self._exchange.send_route(
-                self._leaving_message(post, microbatch),
-                post.rank,
-                post.layouts,
-                self._there(post),
-            )
-            for post in posts
-            if self._is_in_graph(post)
-        }
-
-    def _there(self, post: _Post) -> list[Tiling]:
-        """Return how the values of a message lie on the other rank."""
-        tilings = self._ends.tilings[post.stage]
-        return [tilings[value] for value in post.values]
-
-    def _leaving_message(self, post: _Post, microbatch: int) -> Message:
-        return Message(post.direction, post.stage, microbatch, self._stage)
+    def send_grads(self, microbatch: int, grads: Mapping[int, Tensor | None]) -> None:
+        """Send the gradients of received inputs, unless the program did."""
+        values = {}
+        for index, name in self._drained_grads.items():
+            grad = grads.get(index)
+            zeros = self._world.zeros
+            values[name] = zeros(self._received[index]) if grad is None else grad
+        for channel in self._input_grads:
+            channel.drain(microbatch, values)
 
     # Once.
 
-    def _borders(self) -> Borders:
-        def own(posts: Sequence[_Post]) -> dict[int, dict[int, ShardLayout]]:
-            return {
-                post.stage: post.border for post in posts if self._is_in_graph(post)
-            }
-
-        sent_by_python = [p for p in self._leaving if not self._is_in_graph(p)]
-        returned = {i for post in sent_by_python for i in post.indices}
-        for hand in self._given:
-            returned |= (
-                set(hand.slots.values()) if hand.origin == self._stage else set()
-            )
+    def _borders(self, num_outputs: int) -> Borders:
+        outputs = [output_name(i) for i in range(num_outputs)]
         is_last = self._stage == len(self._own.ranks) - 1
-        count = len(self._ends.outputs)
+        returned = returned_for(self._outputs)
         return Borders(
-            inputs=own(self._arriving),
-            outputs=own(self._leaving),
-            tangents=own(self._grads_arriving),
-            grads=own(self._grads_leaving),
-            consumers={i: self._own.consumers_of(i) for i in range(count)},
-            returned=range(count) if is_last else returned,
-            handed_on={
-                index
-                for hand in self._given
-                for index in hand.slots.values()
-                if hand.origin != self._stage
-            },
+            inputs=borders_of(self._inputs),
+            outputs=borders_of(self._outputs),
+            tangents=borders_of(self._output_grads),
+            grads=borders_of(self._input_grads),
+            consumers={i: self._own.consumers_of(i) for i in range(num_outputs)},
+            returned=None if is_last else returned.intersection(outputs),
+            passed_on=returned.difference(outputs),
         )
 
-    def _posts(
-        self, describe: Callable[[int], _Post], stages: Iterable[int]
-    ) -> list[_Post]:
-        """Describe what is exchanged with those stages that are on other ranks."""
-        posts = [describe(stage) for stage in stages if self._is_remote(stage)]
-        return [post for post in posts if post.indices]
+    def _input_edges(self) -> Iterator[Edge]:
+        me, ranks = self._stage, self._own.ranks
+        for producer, fan in self._fans.items():
+            message = Message("F", me, 0, producer)
+            direct = fan.passed(producer, me)
+            others = [slot for slot in fan.uses.get(me, ()) if slot not in direct]
+            for slots, rank in ((direct, ranks[producer]), (others, ranks[me])):
+                named = {self._name(producer, s): Value(producer, s) for s in slots}
+                yield self._edge(message, producer, rank, named)
 
-    def _arrival(self, producer: int) -> _Post:
-        slots = self._ends.fans[producer].passed(producer, self._stage)
-        indices = [self._input_of[Value(producer, slot)] for slot in slots]
-        return self._post("F", producer, indices, is_input=True)
-
-    def _departure(self, consumer: int) -> _Post:
-        slots = self._own.passed(self._stage, consumer)
-        return self._post("F", consumer, slots, is_input=False)
-
-    def _grads_from(self, consumer: int) -> _Post:
-        slots = self._with_grad(consumer)
-        return self._post("B", consumer, slots, is_input=False)
-
-    def _grads_to(self, producer: int) -> _Post:
-        indices = list(self._inputs_with_grad(producer).values())
-        return self._post("B", producer, indices, is_input=True)
-
-    def _post(
-        self,
-        direction: Direction,
-        stage: int,
-        indices: Sequence[int],
-        *,
-        is_input: bool,
-    ) -> _Post:
-        ends = self._ends
-        specs = ends.received if is_input else ends.outputs
-        return _Post(
-            direction=direction,
-            stage=stage,
-            rank=self._own.ranks[stage],
-            values=tuple(
-                ends.values[i] if is_input else Value(self._stage, i) for i in indices
-            ),
-            indices=tuple(indices),
-            layouts=tuple(self._world.layout(specs[i]) for i in indices),
-        )
-
-    def _hands_to(self, producer: int) -> Iterator[_Hand]:
-        """Say what other stages of the rank give of a producer's values."""
-        fan = self._ends.fans[producer]
-        remote = fan.passed(producer, self._stage) if self._is_remote(producer) else ()
-        slots = [slot for slot in fan.uses[self._stage] if slot not in remote]
-        inputs = {slot: self._input_of[Value(producer, slot)] for slot in slots}
-        if inputs:
-            yield _Hand("F", producer, producer, inputs)
-
-    def _hands_from(self) -> Iterator[_Hand]:
-        """Say what this stage gives other stages of the rank."""
-        for origin, fan in self._ends.fans.items():
+    def _output_edges(self) -> Iterator[Edge]:
+        """Yield what this stage makes, or passes on within its rank, for consumers."""
+        for origin, fan in self._fans.items():
             for consumer in fan.uses:
-                if consumer == self._stage or self._is_remote(consumer):
-                    continue
                 slots = fan.passed(self._stage, consumer)
-                is_own = origin == self._stage
-                indices = {
-                    slot: slot if is_own else self._input_of[Value(origin, slot)]
-                    for slot in slots
-                }
-                if indices:
-                    yield _Hand("F", consumer, origin, indices)
+                named = {self._name(origin, s): Value(origin, s) for s in slots}
+                message = Message("F", consumer, 0, origin)
+                yield self._edge(message, consumer, fan.ranks[consumer], named)
 
-    def _with_grad(self, consumer: int) -> list[int]:
-        """Return which outputs a consumer gives a gradient for."""
-        outputs = self._ends.outputs
-        return [s for s in self._own.uses[consumer] if outputs[s].requires_grad]
+    def _output_grad_edges(self) -> Iterator[Edge]:
+        for consumer in self._own.uses:
+            named = {
+                tangent_name(x.slot, consumer, self._own.consumers_of(x.slot)): x
+                for x in self._with_grad(self._stage, consumer)
+            }
+            message = Message("B", self._stage, 0, consumer)
+            yield self._edge(message, consumer, self._own.ranks[consumer], named)
 
-    def _inputs_with_grad(self, producer: int) -> dict[int, int]:
-        """Return slot → input of a producer's values that need a gradient."""
-        return {
-            value.slot: index
-            for value, index in self._input_of.items()
-            if value.stage == producer and self._ends.received[index].requires_grad
-        }
+    def _input_grad_edges(self) -> Iterator[Edge]:
+        for producer, fan in self._fans.items():
+            values = self._with_grad(producer, self._stage)
+            named = {input_grad(self._input_of[x]): x for x in values}
+            message = Message("B", producer, 0, self._stage)
+            yield self._edge(message, producer, fan.ranks[producer], named)
 
-    def _is_remote(self, stage: int) -> bool:
-        return self._own.ranks[stage] != self._own.ranks[self._stage]
+    def _edge(
+        self, message: Message, peer: int, rank: int, named: Mapping[str, Value]
+    ) -> Edge:
+        """Return an edge; `named` has the values that it carries, or gradients of."""
+        values = list(named.values())
+        is_near = rank == self._own.ranks[self._stage]
+        return Edge(
+            message=message,
+            is_sent=message.stage == peer,
+            peer=peer,
+            rank=rank,
+            names=tuple(named),
+            layouts=tuple(self._world.shard_layout(self._specs[x]) for x in values),
+            slots=tuple(value.slot for value in values),
+            there=None if is_near else lambda: [self._tilings[peer][x] for x in values],
+        )
 
-    def _is_in_graph(self, post: _Post) -> bool:
-        return self._exchange.is_in_graph(post.rank)
+    def _name(self, producer: int, slot: int) -> str:
+        if producer == self._stage:
+            return output_name(slot)
+        return input_role(self._input_of[Value(producer, slot)])
+
+    def _with_grad(self, producer: int, consumer: int) -> list[Value]:
+        """Return the values whose gradients a consumer gives a producer."""
+        slots = self._fans[producer].uses.get(consumer, ())
+        values = [Value(producer, slot) for slot in slots]
+        return [value for value in values if self._specs[value].requires_grad]
 
 
-def _input(index: int, _: int) -> str:
-    return input_role(index)
+def _fed(channels: Iterable[Channel], microbatch: int) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for channel in channels:
+        found |= channel.feed(microbatch)
+    return found

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import LossProgram
+from torch_xla_pp.compile import LossProgram, example_of, lowering_rules
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.graph import Captured, Template
 from torch_xla_pp.mesh import TensorSpec
-from torch_xla_pp.runtime.plan import autocast_dtype, example_of, spec_of
-from torch_xla_pp.runtime.world import World
+from torch_xla_pp.plan import autocast_dtype
+from torch_xla_pp.world import World
 
 _logger = logging.getLogger(__name__)
 
 
 class _Key(NamedTuple):
-    """State what a compiled loss is for."""
+    """What a compiled loss is for."""
 
     inputs: tuple[TensorSpec, ...]
     output: Template
@@ -33,7 +33,7 @@ class _Key(NamedTuple):
 
 
 class StageLoss:
-    """Run a loss function on the outputs of the last stage.
+    """A loss function on the outputs of the last stage.
 
     The function is traced once for each of: shapes, autocast, and what it reads from
     outside (numbers and the like; tensors count by identity, what is written into
@@ -45,6 +45,8 @@ class StageLoss:
         scale: What the gradient of each microbatch is multiplied by.
 
     Attributes:
+        function: As given.
+        scale: As given.
         extra_bytes: What the last loss took on a device beside its arguments, zero if
             that is not known.
     """
@@ -54,7 +56,7 @@ class StageLoss:
     ) -> None:
         self.function = function
         self._world = world
-        self._scale_value = scale
+        self.scale = scale
         self._scales: dict[torch.dtype, Tensor] = {}
         self._programs: dict[_Key, LossProgram | None] = {}
         self._state = Captured(function)
@@ -90,8 +92,8 @@ class StageLoss:
         if not isinstance(target, Tensor):
             return self.function(output, target), None
         template, outputs = Template.of(output)
-        partition = self._world.batch_partition(tuple(target.shape), rows)
-        wanted = (*specs, spec_of(target, partition, False))
+        partition = self._world.layout.batch_partition(tuple(target.shape), rows)
+        wanted = (*specs, TensorSpec.of(target, partition, False))
         key = _Key(wanted, template, autocast_dtype(), self._captured)
         if key not in self._programs:
             self._programs[key] = self._compile(key)
@@ -108,7 +110,7 @@ class StageLoss:
         examples = [example_of(spec) for spec in key.inputs]
         shardings = [self._world.sharding(spec.partition) for spec in key.inputs]
         try:
-            rules = self._world.lowering_rules()
+            rules = lowering_rules(self._world)
             return LossProgram(self.function, key.output, examples, shardings, rules)
         except PipelineError:
             raise
@@ -122,6 +124,6 @@ class StageLoss:
 
     def _scale(self, dtype: torch.dtype) -> Tensor:
         if dtype not in self._scales:
-            scale = torch.tensor(self._scale_value, dtype=dtype)
+            scale = torch.tensor(self.scale, dtype=dtype)
             self._scales[dtype] = xla_compat.replicate(scale)
         return self._scales[dtype]

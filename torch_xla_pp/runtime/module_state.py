@@ -13,21 +13,32 @@ from torch import Tensor, nn
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import (
     Program,
+    Sizes,
     StagePrograms,
     accumulator,
     buffer_role,
+    device_bytes,
     is_buffer,
     name_in_module,
     parameter_role,
 )
-from torch_xla_pp.deferred import lacking, record_resets, unwritten, value_of
+from torch_xla_pp.deferred import (
+    PARAMETER,
+    TensorPlace,
+    lacking,
+    places_of,
+    record_resets,
+    shapes_of,
+    state_of,
+    unwritten,
+    value_of,
+)
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.hlo import OpShardingArgs, parse_sharding
 from torch_xla_pp.mesh import Partition, Sharding, assign_partitions
 from torch_xla_pp.runtime.gathered import GatheredWeights
-from torch_xla_pp.runtime.memory import Sizes, device_bytes
 from torch_xla_pp.runtime.torch_compat import take_value
-from torch_xla_pp.runtime.world import World
+from torch_xla_pp.world import World
 
 
 class ModuleState:
@@ -72,7 +83,7 @@ class ModuleState:
         _unwrap(module)
         self._unloaded = set(unwritten(module))
         self._move()
-        self._states = {name: _state_of(t) for name, t in _named_tensors(module)}
+        self._states = {p.name: _version_of(p.tensor) for p in state_of(module)}
         self._sum_bytes = self._given_bytes = 0
         # Weights that are used in another layout: made once a step, or each time.
         used = self._used_partitions()
@@ -136,7 +147,7 @@ class ModuleState:
         _refuse_wrapped(self._module)
         self._check_loaded()
         self._move()
-        self.fixed = _roles(self._module)
+        self.fixed = {_role(p): p.tensor for p in state_of(self._module)}
         values = list(self.fixed.values())
         grads = [v.grad for v in values if v.grad is not None]
         if any(xla_compat.are_pending(values + grads)):
@@ -250,22 +261,21 @@ class ModuleState:
         """Put every tensor that is not on the device there, keeping ties."""
         moved: dict[int, Tensor] = {}
         # One at a time: a tied parameter is on the device when it is met again.
-        for prefix, module in self._module.named_modules():
-            for slots in (module._parameters, module._buffers):
-                for key, value in slots.items():
-                    if value is None or value.device.type == "xla":
-                        continue
-                    name = f"{prefix}.{key}" if prefix else key
-                    if isinstance(value, nn.Parameter):
-                        self._move_parameter(name, value)
-                        continue
-                    if id(value) not in moved:
-                        moved[id(value)] = self._uploaded(name, _host_value(value))
-                    slots[key] = moved[id(value)]
-        for name, value in _all_names(self._module):
-            if not xla_compat.sharding_texts([value])[0] and name in self._partitions:
-                sharding = self._world.sharding(self._partitions[name])
-                xla_compat.annotate(value, sharding)
+        for place in places_of(self._module):
+            value = place.tensor
+            if value.device.type == "xla":
+                continue
+            if isinstance(value, nn.Parameter):
+                self._move_parameter(place.name, value)
+                continue
+            if id(value) not in moved:
+                moved[id(value)] = self._uploaded(place.name, _host_value(value))
+            place.put(moved[id(value)])
+        for place in places_of(self._module):
+            is_free = not xla_compat.sharding_texts([place.tensor])[0]
+            if is_free and place.name in self._partitions:
+                sharding = self._world.sharding(self._partitions[place.name])
+                xla_compat.annotate(place.tensor, sharding)
 
     def _move_parameter(self, name: str, value: nn.Parameter) -> None:
         """Put a parameter on the device; it stays the object that optimizers know.
@@ -288,9 +298,10 @@ class ModuleState:
     def _check_loaded(self) -> None:
         """Refuse to run with values that the meta device never had."""
         self._unloaded = {
-            name
-            for name, value in _named_tensors(self._module)
-            if name in self._unloaded and _state_of(value) == self._states[name]
+            place.name
+            for place in state_of(self._module)
+            if place.name in self._unloaded
+            and _version_of(place.tensor) == self._states[place.name]
         }
         if self._unloaded:
             raise PipelineError(
@@ -321,23 +332,21 @@ class ModuleState:
 def _unwrap(module: nn.Module) -> None:
     """Replace what torch_xla's `distribute_tensor` returned by the sharded tensors."""
     plain: dict[int, nn.Parameter] = {}
-    for owner in module.modules():
-        for key, value in owner._parameters.items():
-            if value is None or not xla_compat.is_wrapped(value):
-                continue
-            if id(value) not in plain:
-                data = xla_compat.unwrapped(value).detach()
-                plain[id(value)] = nn.Parameter(data, value.requires_grad)
-            owner._parameters[key] = plain[id(value)]
-        for key, buffer in owner._buffers.items():
-            if buffer is not None and xla_compat.is_wrapped(buffer):
-                owner._buffers[key] = xla_compat.unwrapped(buffer)
+    for place in places_of(module):
+        value = place.tensor
+        if not xla_compat.is_wrapped(value):
+            continue
+        data = xla_compat.unwrapped(value)
+        if place.holding == PARAMETER:
+            own = nn.Parameter(data.detach(), value.requires_grad)
+            data = plain.setdefault(id(value), own)
+        place.put(data)
 
 
 def _refuse_wrapped(module: nn.Module) -> None:
     """Refuse what was wrapped after the stage was made: an optimizer may hold it."""
-    named = _named_tensors(module)
-    wrapped = [name for name, value in named if xla_compat.is_wrapped(value)]
+    held = state_of(module)
+    wrapped = [place.name for place in held if xla_compat.is_wrapped(place.tensor)]
     if wrapped:
         raise PipelineError(
             f"stage: expected plain tensors, got XLAShardedTensor for "
@@ -361,30 +370,10 @@ def _texts(tensors: list[Tensor]) -> list[str]:
     return [text or "{replicated}" for text in xla_compat.sharding_texts(tensors)]
 
 
-def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers(remove_duplicate=False)]
-
-
-def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of parameters and buffers, under all of their names."""
-    return {name: tuple(value.shape) for name, value in _all_names(module)}
-
-
-def _all_names(module: nn.Module) -> list[tuple[str, Tensor]]:
-    named: list[tuple[str, Tensor]] = []
-    named += module.named_parameters(remove_duplicate=False)
-    named += module.named_buffers(remove_duplicate=False)
-    return named
-
-
-def _roles(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's values by the roles that its joint graph uses."""
-    values: dict[str, Tensor] = {
-        parameter_role(name): value for name, value in module.named_parameters()
-    }
-    for name, value in module.named_buffers(remove_duplicate=False):
-        values[buffer_role(name)] = value
-    return values
+def _role(place: TensorPlace) -> str:
+    """Return the name that the joint graph has for what is in a place."""
+    is_kept = place.holding == PARAMETER
+    return parameter_role(place.name) if is_kept else buffer_role(place.name)
 
 
 def _host_value(value: Tensor) -> Tensor:
@@ -395,6 +384,6 @@ def _host_value(value: Tensor) -> Tensor:
     return torch.zeros_like(value, device="cpu") if made is None else made
 
 
-def _state_of(value: Tensor) -> tuple[int, int]:
+def _version_of(value: Tensor) -> tuple[int, int]:
     """Return what changes when a tensor is written to or replaced."""
     return id(value), value._version

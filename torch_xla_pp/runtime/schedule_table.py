@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
+from torch.utils import _pytree as pytree
 
-from torch_xla_pp.runtime.silent_stage import SilentStage
+from torch_xla_pp.runtime.rank import RankPipeline
+from torch_xla_pp.runtime.stage import PipelineStage
 from torch_xla_pp.runtime.torch_compat import (
     ScheduleMulti,
+    StepCall,
     begin_microbatches,
     compute_loss,
     end_microbatches,
@@ -90,6 +93,30 @@ class ScheduleFromTable(ScheduleMulti):
         """
         return cls(stages, Path(path), *args, **kwargs)
 
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Run one batch, see `torch.distributed.pipelining`.
+
+        Args:
+            *args: Positional arguments of the model.
+            target: What the loss function gets beside the output.
+            losses: Gets the loss of each microbatch.
+            return_outputs: Whether the rank of the last stage is to return the
+                outputs; they are kept until the end of the step for that.
+            **kwargs: Keyword arguments of the model.
+        """
+        batch = pytree.tree_leaves((args, kwargs, target))
+        rank = RankPipeline.of(self)
+        rank.begin_step(StepCall(self, batch, return_outputs))
+        with rank.reporting():
+            return super().step(*args, target=target, losses=losses, **kwargs)
+
     def _step_microbatches(
         self,
         arg_mbs: list[Any] | None = None,
@@ -108,6 +135,7 @@ class ScheduleFromTable(ScheduleMulti):
             else:
                 self._run_backward(action)
         end_microbatches(self, losses)
+        RankPipeline.of(self).end_step()
 
     def _run_forward(
         self,
@@ -140,7 +168,7 @@ def _last_backwards(actions: Iterable[Action]) -> Mapping[int, Action]:
 
 
 def _check_types(stages: Sequence[Any]) -> None:
-    foreign = [type(s).__name__ for s in stages if not isinstance(s, SilentStage)]
+    foreign = [type(s).__name__ for s in stages if not isinstance(s, PipelineStage)]
     if foreign or not stages:
         raise TypeError(
             "stages: expected stages that communicate by themselves, got "

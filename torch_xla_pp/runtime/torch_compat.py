@@ -1,26 +1,19 @@
-"""The only place that touches private parts of torch.distributed.pipelining 2.9.
+"""The only place that touches private parts of torch's pipeline schedules and stages.
 
-And of torch's profiler and parameters.
+Of torch 2.9; and of torch's profiler and parameters.
 """
 
 import contextlib
 import dis
 import functools
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx
-from torch.distributed.pipelining import Pipe, SplitPoint
-from torch.distributed.pipelining._IR import (
-    MultiUseParameterConfig,
-    _modify_graph_op_device,
-    annotate_split_points,
-    aten_pipe_split_alias,
-)
+import torch.distributed as dist
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
@@ -31,85 +24,102 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.utils import _pytree as pytree
 
 from torch_xla_pp.graph import Template
+from torch_xla_pp.schedule import Schedule, gpipe, one_f_one_b
 
-__all__ = [
-    "SPLIT_MARK",
-    "Pipe",
-    "ScheduleMulti",
-    "StageBase",
-    "batch_of_step",
-    "begin_microbatches",
-    "calling_schedule",
-    "compute_loss",
-    "drop_outputs",
-    "end_microbatches",
-    "grad_scale",
-    "guard_step",
-    "has_backward",
-    "is_profiling",
-    "local_stages",
-    "loss_function",
-    "loss_of",
-    "merge_outputs_as",
-    "merge_outputs_by",
-    "merge_spec",
-    "move_factories_to",
-    "num_microbatches",
-    "num_stages",
-    "order_in_cells",
-    "runs_as",
-    "set_loss_function",
-    "set_order",
-    "take_value",
-    "trace_and_split",
-    "wants_outputs",
-]
-
-StageBase = _PipelineStageBase
-Schedule = _PipelineSchedule
+TorchSchedule = _PipelineSchedule
 ScheduleMulti = PipelineScheduleMulti
-SPLIT_MARK = aten_pipe_split_alias
+_RANK = "_torch_xla_pp_rank"
+_RETURN_OUTPUTS = "return_outputs"
 
 
-def calling_schedule() -> Schedule | None:
-    """Return the schedule whose method called the caller, directly or not.
+class StepCall(NamedTuple):
+    """A call of a schedule's `step` or `eval`.
 
-    A stage is not told which schedule drives it, but must know two facts in time:
-    whether gradients are to be divided by the number of microbatches (the call of
-    `scale_grads` comes too late, is made in `eval` too, and is missing after a
-    backward-weight action of `_PipelineScheduleRuntime`), and which other stages
-    the schedule drives. This can go when upstream passes them.
+    Attributes:
+        schedule: The schedule.
+        batch: The leaves of what it is about to cut: arguments and target.
+        wants_outputs: Whether it is to return the outputs.
     """
-    frame = sys._getframe(1)
+
+    schedule: TorchSchedule
+    batch: list[Any]
+    wants_outputs: bool
+
+
+def calling_step() -> StepCall | None:
+    """Return the call of a schedule that the caller is part of, None if there is none.
+
+    This is the one function that looks at the call stack. A stage is told neither
+    which schedule drives it, nor what the batch is, nor whether anybody wants the
+    outputs, and must know in time: whether gradients are to be divided by the number
+    of microbatches (the call of `scale_grads` comes too late, is made in `eval` too,
+    and is missing after a backward-weight action of `_PipelineScheduleRuntime`), which
+    other stages the schedule drives, and what to keep. Schedules of this package tell
+    it themselves. This can go when upstream passes a context to stages.
+
+    Newer torch has an argument `return_outputs`; torch 2.9 takes it for one of the
+    model's, so it is taken out of these. Where it is not given, the outputs are wanted
+    unless the statement that called does nothing with them.
+    """
+    schedule: TorchSchedule | None = None
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(owner, _PipelineSchedule):
-            return owner
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+        if schedule is None and isinstance(owner, _PipelineSchedule):
+            schedule = owner
+        if schedule is not None and _is_call(frame, schedule, "step"):
+            return _call_in(frame, schedule)
+        frame = frame.f_back
+    return None if schedule is None else StepCall(schedule, [], True)
 
 
-def batch_of_step(schedule: Schedule) -> list[Any]:
-    """Return the leaves of what a schedule is about to cut: arguments and target."""
-    frame = _frame_of_step(schedule)
-    if frame is None:
-        return []
+def _call_in(frame: FrameType, schedule: TorchSchedule) -> StepCall:
+    """Return what a frame of upstream's `step` says of its call."""
     names = ("args", "kwargs", "target")
-    return pytree.tree_leaves([frame.f_locals.get(name) for name in names])
+    batch = pytree.tree_leaves([frame.f_locals.get(name) for name in names])
+    told = frame.f_locals.get("kwargs", {}).pop(_RETURN_OUTPUTS, None)
+    if told is not None:
+        return StepCall(schedule, batch, bool(told))
+    caller = _caller(frame)
+    if caller is not None and _is_call(caller, schedule, "eval"):
+        caller = caller.f_back
+    is_dropped = caller is not None and _is_discarded(caller.f_code, caller.f_lasti)
+    return StepCall(schedule, batch, not is_dropped)
+
+
+def rank_of(schedule: TorchSchedule, make: Callable[[TorchSchedule], Any]) -> Any:
+    """Return what a schedule has of this package, made by `make` at the first call."""
+    found = vars(schedule).get(_RANK)
+    if found is None:
+        found = make(schedule)
+        setattr(schedule, _RANK, found)
+    return found
 
 
 def guard_step(
-    schedule: Schedule, guard: Callable[[], contextlib.AbstractContextManager[Any]]
+    schedule: TorchSchedule,
+    guard: Callable[[], contextlib.AbstractContextManager[Any]],
+    end_step: Callable[[], None],
 ) -> None:
     """Run `step` and `eval` of `schedule` inside of `guard()` from now on.
 
     So that what is raised outside of a stage's methods, such as by the splitting of a
     batch, is noticed, too. A stage knows its schedule only once the first step has
-    begun; of that one the splitting is still to come.
+    begun; of that one the splitting is still to come, and the running of microbatches,
+    after which `end_step` is called.
     """
-    for name in ("step", "_split_inputs"):
-        if name not in vars(schedule):
-            setattr(schedule, name, _guarded(getattr(schedule, name), guard))
+
+    def run_and_end(*args: Any, **kwargs: Any) -> Any:
+        result = schedule_runs(*args, **kwargs)
+        end_step()
+        return result
+
+    if "_step_microbatches" in vars(schedule):
+        return
+    schedule_runs = schedule._step_microbatches
+    setattr(schedule, "_step_microbatches", run_and_end)  # noqa: B010
+    for name in ("step", "_split_inputs", "_step_microbatches"):
+        setattr(schedule, name, _guarded(getattr(schedule, name), guard))
 
 
 def _guarded(
@@ -143,67 +153,41 @@ def take_value(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
     torch._C._swap_tensor_impl(parameter, new)
 
 
-def local_stages(schedule: Schedule) -> list[Any]:
+def local_stages(schedule: TorchSchedule) -> list[Any]:
     """Return the stages of this rank that `schedule` drives."""
     stages = getattr(schedule, "_stages", None)
     return list(stages) if stages is not None else [schedule._stage]  # type: ignore[attr-defined]
 
 
-def num_microbatches(schedule: Schedule) -> int:
+def num_microbatches(schedule: TorchSchedule) -> int:
     """Return into how many microbatches `schedule` cuts a batch."""
     return schedule._n_microbatches
 
 
-def num_stages(schedule: Schedule) -> int:
+def num_stages(schedule: TorchSchedule) -> int:
     """Return the number of stages of the pipeline that `schedule` drives."""
     return int(schedule._num_stages)  # type: ignore[attr-defined]
 
 
-def grad_scale(schedule: Schedule) -> float:
+def grad_scale(schedule: TorchSchedule) -> float:
     """Return what the gradient of each microbatch is to be multiplied by."""
     return 1.0 / num_microbatches(schedule) if schedule.scale_grads else 1.0
 
 
-def loss_function(schedule: Schedule) -> Callable[[Any, Any], Any] | None:
+def loss_function(schedule: TorchSchedule) -> Callable[[Any, Any], Any] | None:
     """Return what computes the loss of a microbatch from output and target."""
     return schedule._loss_fn
 
 
-def set_loss_function(schedule: Schedule, function: Callable[[Any, Any], Any]) -> None:
+def set_loss_function(
+    schedule: TorchSchedule, function: Callable[[Any, Any], Any]
+) -> None:
     """Let `schedule` call `function` for the loss.
 
     A schedule computes the loss between two calls of the last stage, which is told
     only of the result. This can go when upstream passes the target to the stage.
     """
     schedule._loss_fn = function
-
-
-def wants_outputs(schedule: Schedule) -> bool:
-    """Return whether the running `step` or `eval` is to return the outputs.
-
-    Newer torch has an argument `return_outputs`; torch 2.9 takes it for one of the
-    model's, so it is taken out of these. Where it is not given, the outputs are wanted
-    unless the statement that called does nothing with them. Call it at the start of a
-    step, once. This can go when upstream tells stages.
-    """
-    frame = _frame_of_step(schedule)
-    if frame is None:
-        return True
-    wanted = frame.f_locals.get("kwargs", {}).pop("return_outputs", None)
-    if wanted is not None:
-        return bool(wanted)
-    caller = _caller(frame)
-    if caller is not None and _is_call(caller, schedule, "eval"):
-        caller = caller.f_back
-    return caller is None or not _is_discarded(caller.f_code, caller.f_lasti)
-
-
-def _frame_of_step(schedule: Schedule) -> FrameType | None:
-    """Return the frame of the running step of a schedule."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _is_call(frame, schedule, "step"):
-        frame = frame.f_back
-    return frame
 
 
 def _caller(frame: FrameType) -> FrameType | None:
@@ -214,7 +198,7 @@ def _caller(frame: FrameType) -> FrameType | None:
     return caller
 
 
-def _is_call(frame: FrameType, schedule: Schedule, method: str) -> bool:
+def _is_call(frame: FrameType, schedule: TorchSchedule, method: str) -> bool:
     """Return whether a frame is that of upstream's method of a schedule."""
     code = frame.f_code
     is_upstream = frame.f_globals.get("__name__") == _PipelineSchedule.__module__
@@ -240,23 +224,23 @@ def _is_discarded(code: CodeType, call: int) -> bool:
     return found is not None and found.opname == "POP_TOP"
 
 
-def merge_spec(schedule: Schedule) -> Any:
+def merge_spec(schedule: TorchSchedule) -> Any:
     """Return how `schedule` merges the outputs of microbatches, None if by default."""
     return schedule._output_merge_spec
 
 
-def merge_outputs_by(schedule: Schedule, spec: Any) -> None:
+def merge_outputs_by(schedule: TorchSchedule, spec: Any) -> None:
     """Let `schedule` merge the outputs of microbatches by a spec of upstream's."""
     schedule._output_merge_spec = spec
 
 
-def drop_outputs(schedule: Schedule) -> None:
+def drop_outputs(schedule: TorchSchedule) -> None:
     """Let `schedule` return None for the outputs, of which it gets none."""
     schedule._output_merge_spec = _CustomReducer(None, _append)  # type: ignore[no-untyped-call, assignment]
 
 
 def merge_outputs_as(
-    schedule: Schedule, template: Template, shapes: Sequence[tuple[int, ...]]
+    schedule: TorchSchedule, template: Template, shapes: Sequence[tuple[int, ...]]
 ) -> None:
     """Let `schedule` concatenate the tensors of outputs and keep what is none.
 
@@ -279,7 +263,7 @@ def _append(values: torch.Tensor | None, scalar: torch.Tensor) -> torch.Tensor:
     return last if values is None else torch.cat([values, last])
 
 
-def runs_as(schedule: Schedule, upstream: type[Schedule]) -> bool:
+def runs_as(schedule: TorchSchedule, upstream: type[TorchSchedule]) -> bool:
     """Return whether the loop of `schedule` over its actions is that of `upstream`."""
     return type(schedule)._step_microbatches is upstream._step_microbatches
 
@@ -305,7 +289,7 @@ def set_order(schedule: ScheduleMulti, cells: Sequence[Sequence[str]]) -> None:
     schedule._validate_and_set_stage_mapping(schedule.pipeline_order)
 
 
-def has_backward(schedule: Schedule) -> bool:
+def has_backward(schedule: TorchSchedule) -> bool:
     """Return whether the step that `schedule` runs is a training step."""
     return schedule._has_backward
 
@@ -329,13 +313,17 @@ def begin_microbatches(
 
 
 def compute_loss(
-    schedule: Schedule, stage: Any, output: Any, targets: list[Any] | None, index: int
+    schedule: TorchSchedule,
+    stage: Any,
+    output: Any,
+    targets: list[Any] | None,
+    index: int,
 ) -> None:
     """Compute and keep the loss of a microbatch, if `stage` is the last one."""
     schedule._maybe_compute_loss(stage, output, targets, index)  # type: ignore[no-untyped-call]
 
 
-def loss_of(schedule: Schedule, stage: Any, index: int) -> Any:
+def loss_of(schedule: TorchSchedule, stage: Any, index: int) -> Any:
     """Return the loss of a microbatch that `compute_loss` kept, None if there is none.
 
     Upstream raises for other stages when the last one is on the same rank and has not
@@ -351,55 +339,72 @@ def end_microbatches(schedule: ScheduleMulti, losses: list[Any] | None) -> None:
     schedule._update_losses(schedule._stages, losses)  # type: ignore[no-untyped-call]
 
 
-def trace_and_split(
-    module: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-    split_spec: dict[str, SplitPoint],
-    policy: Callable[[fx.GraphModule], fx.GraphModule],
-) -> Pipe:
-    """Trace a model with upstream's tracer and cut it where `policy` puts marks.
+def order_of(schedule: TorchSchedule) -> Schedule | None:
+    """Return the actions of all ranks under `schedule`, None if they are not known.
 
-    As upstream's `pipeline`, but it takes both split points and a policy, undoes its
-    changes to `module`, and finds each parameter under the one name that the trace
-    has for it: among several names of a parameter upstream takes one by the order of
-    a set, which may be one that the stage lacks. Warnings of upstream on its own
-    internals are left out.
+    A schedule with several stages per rank has its actions in a table. One with a
+    single stage per rank has them in its code: they are known of GPipe and 1F1B. The
+    table that upstream 2.9 states for 1F1B is not what its code does, so it is not
+    used.
     """
-    with warnings.catch_warnings(), _annotated(module, split_spec):
-        warnings.simplefilter("ignore")
-        program = Pipe._trace_with_export(module, args, kwargs)
-        pipe: Pipe = Pipe._from_traced(
-            program.module(check_guards=False),
-            program,
-            MultiUseParameterConfig.REPLICATE,
-            split_policy=policy,
-        )
-        return pipe
+    if isinstance(schedule, ScheduleMulti):
+        cells = order_in_cells(schedule)
+        return Schedule.from_cells(cells) if cells else None
+    if runs_as(schedule, ScheduleGPipe):
+        return gpipe(num_stages(schedule), num_microbatches(schedule))
+    if runs_as(schedule, Schedule1F1B):
+        return one_f_one_b(num_stages(schedule), num_microbatches(schedule))
+    return None
 
 
-@contextlib.contextmanager
-def _annotated(
-    module: torch.nn.Module, split_spec: dict[str, SplitPoint]
-) -> Iterator[None]:
-    """Let the submodules at split points leave marks when they are traced."""
-    submodules = [module.get_submodule(name) for name in split_spec]
-    before = [(sub, sub.__dict__.get("forward")) for sub in submodules]
-    annotate_split_points(module, split_spec)
-    try:
-        yield
-    finally:
-        for submodule, forward in before:
-            for name in ("forward", "_orig_forward"):
-                submodule.__dict__.pop(name, None)
-            if forward is not None:
-                submodule.forward = forward
+class SilentStage(_PipelineStageBase):
+    """A stage that has no communication for a schedule to do.
 
-
-def move_factories_to(module: torch.nn.Module, device: torch.device) -> None:
-    """Let a traced module create its constants on `device`.
-
-    The trace has the device of the traced model built in.
+    Its actions send and receive by themselves, so it answers with empty lists when a
+    schedule asks for send and receive operations, and ignores what a schedule passes
+    between two stages of one rank. `scale_grads` is ignored as well: upstream 2.9 calls
+    it in `eval` too, and not after the backward-weight actions of
+    `_PipelineScheduleRuntime`.
     """
-    if isinstance(module, fx.GraphModule):
-        _modify_graph_op_device(module, device)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Return nothing: there is no connection to set up."""
+        return []
+
+    def _prepare_backward_infra(self, num_microbatches: int) -> None:
+        """Do nothing: a backward needs no buffers and no agreement of its own."""
+
+    def _create_grad_recv_info(self, act_send_info: dict[Any, Any]) -> tuple[Any, ...]:
+        """Return nothing: gradients are received by the backward itself."""
+        return ()
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Do nothing: gradients were scaled on their way, see `runtime.stage`."""
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return nothing: the forward receives by itself."""
+        return []
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return nothing: the forward sends by itself."""
+        return []
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return nothing: the backward receives by itself."""
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return nothing: the backward sends by itself."""
+        return []
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Do nothing: stages of one rank hand values over by themselves."""
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Any, ...]:
+        """Return nothing: stages of one rank hand gradients over by themselves."""
+        return ()
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[Any, ...], mb_index: int
+    ) -> None:
+        """Do nothing: stages of one rank hand gradients over by themselves."""

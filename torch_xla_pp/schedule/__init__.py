@@ -9,7 +9,7 @@ from torch_xla_pp.schedule.builders.looped import (
     zb1p,
 )
 from torch_xla_pp.schedule.builders.v_shaped import dualpipev, zbv
-from torch_xla_pp.schedule.edges import carriers_of, chain_of
+from torch_xla_pp.schedule.edges import carriers_of, chain_of, givers_of
 from torch_xla_pp.schedule.live import peak_live
 from torch_xla_pp.schedule.schedule import Schedule
 from torch_xla_pp.schedule.verify.verify import verify
@@ -22,6 +22,7 @@ __all__ = [
     "chain_of",
     "dag_1f1b",
     "dualpipev",
+    "givers_of",
     "gpipe",
     "interleaved_1f1b",
     "one_f_one_b",

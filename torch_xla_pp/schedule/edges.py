@@ -45,20 +45,46 @@ def depths_of(edges: Iterable[Edge], num_stages: int) -> list[int]:
     return depths
 
 
-def carriers_of(edges: Sequence[Edge], placement: Mapping[int, int]) -> list[Edge]:
-    """Return pairs (carrier, other) of stages that may share a received value.
+def givers_of(
+    producer: int,
+    consumers: Iterable[int],
+    placement: Mapping[int, int] | Sequence[int],
+) -> dict[int, int]:
+    """Return from which stage each consumer of a value gets it.
 
-    What several stages of a rank use of a stage on another rank is sent to it once.
-    The lowest of them, the *carrier*, receives it for the others, so that its
-    forward has to run before theirs.
+    A value goes once to each other rank that uses it: to the lowest stage that does,
+    the *carrier*, which gives it to the others, so that its forward has to run before
+    theirs. On the rank that makes it, all get it from the producer. (Gradients of the
+    value come back from each consumer by themselves.)
+
+    Args:
+        producer: The stage that makes the value.
+        consumers: The stages that use it.
+        placement: Rank of each stage.
     """
-    found: set[Edge] = set()
-    first: dict[tuple[int, int], int] = {}
-    for producer, consumer in sorted(edges):
-        rank = placement[consumer]
-        if rank == placement[producer]:
-            continue
-        carrier = first.setdefault((producer, rank), consumer)
-        if carrier != consumer:
-            found.add((carrier, consumer))
-    return sorted(found)
+    first = {placement[producer]: producer}
+    givers = {}
+    for consumer in sorted(consumers):
+        carrier = first.setdefault(placement[consumer], consumer)
+        givers[consumer] = producer if carrier == consumer else carrier
+    return givers
+
+
+def carriers_of(
+    values: Iterable[tuple[int, Iterable[int]]],
+    placement: Mapping[int, int] | Sequence[int],
+) -> list[Edge]:
+    """Return pairs (carrier, other) of stages of which the first has to run before.
+
+    Args:
+        values: The producer of each value, and its consumers.
+        placement: Rank of each stage.
+    """
+    return sorted(
+        {
+            (giver, consumer)
+            for producer, consumers in values
+            for consumer, giver in givers_of(producer, consumers, placement).items()
+            if giver != producer
+        }
+    )

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
-from torch_xla_pp.schedule import Schedule, verify
+from torch_xla_pp.schedule import Schedule, carriers_of, verify
 from torch_xla_pp.simulate.costs import Costs
 from torch_xla_pp.simulate.network import Network
 from torch_xla_pp.simulate.programs import Program, programs_of
-from torch_xla_pp.simulate.routes import FORWARD, Phase, Routes, hops
+from torch_xla_pp.simulate.routes import Phase, Routes
 from torch_xla_pp.timeline import Span, Timeline, Transfer, peak_saved
 
 
@@ -153,10 +153,9 @@ def _is_spread(schedule: Schedule) -> bool:
 
 def _refuse(schedule: Schedule, costs: Costs) -> None:
     """Say what is wrong with a schedule that does not come to its end."""
-    placement = schedule.placement
-    found = [hop for flow in costs.flows for hop in hops(flow, placement)]
-    passed = {(h.sender, h.receiver) for h in found if h.phase == FORWARD}
-    verify(schedule, costs.edges, carriers=passed - set(costs.edges))
+    values = [(flow.producer, flow.consumers) for flow in costs.flows]
+    carriers = carriers_of(values, schedule.placement)
+    verify(schedule, costs.edges, carriers=carriers)
 
 
 def _check(schedule: Schedule, costs: Costs) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch_xla_pp.schedule import Kind
+from torch_xla_pp.schedule import Kind, givers_of
 from torch_xla_pp.simulate.costs import Flow
 from torch_xla_pp.simulate.network import Network
 
@@ -95,16 +95,10 @@ class Routes:
 
 
 def hops(flow: Flow, placement: Mapping[int, int]) -> Iterator[Hop]:
-    """Yield how values reach all their consumers, and how gradients come back.
-
-    Values go once to each other rank: to the lowest stage that uses them there, which
-    gives them to the others. Gradients come from each consumer by themselves.
-    """
-    first: dict[int, int] = {placement[flow.producer]: flow.producer}
-    for consumer in sorted(flow.consumers):
-        giver = first.setdefault(placement[consumer], consumer)
-        sender = flow.producer if giver == consumer else giver
-        yield Hop(FORWARD, sender, consumer, flow.num_bytes)
+    """Yield how a value reaches its consumers, and how its gradients come back."""
+    givers = givers_of(flow.producer, flow.consumers, placement)
+    for consumer, giver in givers.items():
+        yield Hop(FORWARD, giver, consumer, flow.num_bytes)
         if flow.has_gradient:
             yield Hop(BACKWARD, consumer, flow.producer, flow.num_bytes)
 

@@ -23,10 +23,14 @@ from typing import Any
 import torch._dynamo  # noqa: F401  (imported when a model is first traced)
 import torch._functorch.aot_autograd  # noqa: F401
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from torch_xla_pp import cpu
-from torch_xla_pp.env import set_defaults
+import torch_xla_pp
+from torch_xla_pp.on_import import prepare_process
+from torch_xla_pp.transport import forget_group_numbers
+
+# They are imported when they are first used: here, for all workers.
+for name in torch_xla_pp.__all__:
+    getattr(torch_xla_pp, name)
 
 _PR_SET_PDEATHSIG = 1
 
@@ -40,8 +44,7 @@ def main(parent: Connection, log: str, env: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
     # What an import of the package does, with this environment.
-    set_defaults()
-    cpu.prepare()
+    prepare_process()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     with parent:
         _serve(parent)
@@ -101,11 +104,8 @@ def _answer(
 
 
 def _leave_group() -> None:
-    """Leave the group, if there is one, and forget those that could not be made.
-
-    torch names a group by how many it has tried to make, and ranks meet by that name.
-    """
+    """Leave the group, if there is one, and forget those that could not be made."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    distributed_c10d._world.group_count = 0
+    forget_group_numbers()
     gc.collect()

@@ -9,8 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torch_xla_pp.text import bytes_text, seconds_text, table
 from torch_xla_pp.timeline.span import Span
-from torch_xla_pp.timeline.text import bytes_text, seconds_text, table
 from torch_xla_pp.timeline.timeline import Timeline
 
 

@@ -1,5 +1,14 @@
-"""Classes of torch.distributed that it exports without telling type checkers."""
+"""The only place that touches private parts of torch.distributed.
 
+Its classes of process groups are exported without telling type checkers.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
@@ -9,13 +18,61 @@ from torch._C._distributed_c10d import (
     ProcessGroupGloo,
     Store,
 )
+from torch.distributed import distributed_c10d
 
 __all__ = [
     "AllgatherOptions",
     "AllreduceOptions",
     "BarrierOptions",
     "BroadcastOptions",
+    "GroupMaker",
     "PrefixStore",
-    "ProcessGroupGloo",
     "Store",
+    "attach_gloo",
+    "forget_group_numbers",
+    "wrap_backend",
 ]
+
+GroupMaker: TypeAlias = Callable[..., dist.ProcessGroup]
+
+
+def attach_gloo(
+    group: dist.ProcessGroup,
+    devices: Sequence[str],
+    store: Store,
+    timeout: timedelta,
+) -> dist.ProcessGroup:
+    """Make gloo the backend of a group; it connects pairs of ranks that talk alone.
+
+    Returns:
+        What has the methods of a group, though it is none in torch's sense.
+    """
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_default_device(lazy_init=True)]
+    options._timeout = timeout
+    gloo = ProcessGroupGloo(store, group.rank(), group.size(), options)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    for device in devices:
+        group._register_backend(torch.device(device), kind, gloo)
+    group._set_default_backend(kind)
+    return cast(dist.ProcessGroup, gloo)
+
+
+def wrap_backend(name: str, wrap: Callable[[GroupMaker], GroupMaker]) -> None:
+    """Replace what makes the groups of a registered backend.
+
+    Args:
+        name: Its name in capitals.
+        wrap: Gets what made them so far.
+    """
+    plugins: dict[str, Any] = dist.Backend._plugins
+    plugin = plugins[name]
+    plugins[name] = plugin._replace(creator_fn=wrap(plugin.creator_fn))
+
+
+def forget_group_numbers() -> None:
+    """Let the next group be called as the first.
+
+    torch names a group by how many it has tried to make, and ranks meet by that name.
+    """
+    distributed_c10d._world.group_count = 0

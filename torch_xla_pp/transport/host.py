@@ -29,16 +29,18 @@ from torch_xla_pp.transport.wire import Wire
 
 
 class HostTransport:
-    """Send and receive the values of stages, through the host.
+    """The transport through the host, whose programs neither send nor receive.
 
-    A replicated value travels once, and so does each element of a value that lies
-    otherwise on the peer. Layouts are agreed on before, so no message describes itself.
+    A replicated value travels once, and so does each element of a value that is
+    sharded otherwise on the peer. Layouts are agreed on before, so no message
+    describes itself.
 
     Args:
         wire: Carries the bytes.
     """
 
     name = "host"
+    in_program = None
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -48,6 +50,9 @@ class HostTransport:
 
     def settle(self) -> None:
         """Do nothing: values that were received are there."""
+
+    def close(self) -> None:
+        """Do nothing: the wire is closed by its group."""
 
     def send(
         self,

@@ -39,11 +39,13 @@ from torch import Tensor
 from torch_xla_pp import env, native, xla_compat
 from torch_xla_pp.errors import TransportError, TransportTimeout
 from torch_xla_pp.mesh import Tiling
+from torch_xla_pp.text import type_text
 from torch_xla_pp.transport.pieces import are_alike, piece_table
 from torch_xla_pp.transport.rendezvous import Rendezvous
 from torch_xla_pp.transport.stage_transport import (
     DIRECTIONS,
     Message,
+    ProgramOps,
     ShardLayout,
     digest,
     not_sent_yet,
@@ -81,7 +83,7 @@ def send_op(
     for value, layout in zip(values, layouts, strict=True):
         if (tuple(value.shape), value.dtype) != (layout.shape, layout.dtype):
             raise ValueError(
-                f"send: expected {layout}, got {value.dtype} {list(value.shape)}. "
+                f"send: expected {layout}, got {type_text(value.shape, value.dtype)}. "
                 "Send what the receiver was told to expect."
             )
     target = _target("send", route, layouts)
@@ -174,7 +176,7 @@ def _host_id() -> str:
 
 
 class InGraphTransport:
-    """Send and receive the values of stages from inside the XLA programs.
+    """The transport inside the XLA programs.
 
     Args:
         rendezvous: Agreement and errors of the group's ranks.
@@ -185,6 +187,8 @@ class InGraphTransport:
     """
 
     name = "in_graph"
+    send_op = staticmethod(send_op)
+    receive_op = staticmethod(receive_op)
 
     def __init__(self, rendezvous: Rendezvous, token: bytes) -> None:
         self._rendezvous = rendezvous
@@ -218,8 +222,15 @@ class InGraphTransport:
 
     # Of the protocol.
 
+    @property
+    def in_program(self) -> ProgramOps:
+        """Return itself: it has the ops and their routes."""
+        return self
+
     def expect(self, message: Message, peer: int) -> None:
         """Make ready for messages such as `message`, of any microbatch."""
+        if peer == self._rendezvous.rank:
+            return
         direction = DIRECTIONS.index(message.direction)
         self.engine.expect(peer, direction, message.stage, message.origin)
         self._connect(peer)

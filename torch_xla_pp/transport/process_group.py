@@ -18,13 +18,12 @@ processes and refuses SPMD.
 """
 
 import functools
-import logging
 import sys
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,19 +31,17 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torch_xla_pp import env, xla_compat
-from torch_xla_pp.errors import TransportError
-from torch_xla_pp.native import Unavailable
 from torch_xla_pp.transport.gloo_compat import (
     AllgatherOptions,
     AllreduceOptions,
     BarrierOptions,
     BroadcastOptions,
+    GroupMaker,
     PrefixStore,
-    ProcessGroupGloo,
     Store,
+    attach_gloo,
+    wrap_backend,
 )
-from torch_xla_pp.transport.host import HostTransport
-from torch_xla_pp.transport.in_graph import InGraphTransport
 from torch_xla_pp.transport.inbox import Parcel
 from torch_xla_pp.transport.rendezvous import Rendezvous
 from torch_xla_pp.transport.shard_bytes import (
@@ -60,14 +57,13 @@ from torch_xla_pp.transport.shard_bytes import (
 )
 from torch_xla_pp.transport.sockets import Sockets
 from torch_xla_pp.transport.stage_transport import Message, StageTransport
+from torch_xla_pp.transport.table import Carriers, make_transport
 from torch_xla_pp.transport.wire import Wire
 from torch_xla_pp.transport.work import DoneWork, ReceiveWork
 
 BACKEND = "xla_pp"
 _COLLECTIVE = ("collective",)
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
-
-_logger = logging.getLogger(__name__)
 
 
 class XlaPpProcessGroup(dist.ProcessGroup):
@@ -86,13 +82,8 @@ class XlaPpProcessGroup(dist.ProcessGroup):
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         # Not with the store: torch refuses that for Python subclasses.
         super().__init__(rank, size)  # type: ignore[call-arg]
-        gloo = _make_gloo(PrefixStore("gloo/", store), rank, size, timeout)
-        kind = dist.ProcessGroup.BackendType.GLOO
-        for device in ("cpu", "xla"):
-            self._register_backend(torch.device(device), kind, gloo)
-        # It is no group in torch's sense, but has the methods of one.
-        self._gloo = cast(dist.ProcessGroup, gloo)
-        self._set_default_backend(kind)
+        store_of_gloo = PrefixStore("gloo/", store)
+        self._gloo = attach_gloo(self, ("cpu", "xla"), store_of_gloo, timeout)
         job_rank = dist.get_rank() if dist.is_initialized() else rank
         self._timeout_s = timeout.total_seconds()
         self._sockets = Sockets(store, rank, size)
@@ -111,21 +102,9 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         Raises:
             TransportError: `TORCH_XLA_PP_TRANSPORT` names one that cannot be had.
         """
-        host = HostTransport(self.wire)
-        if env.transport() == "host":
-            return host
-        try:
-            in_graph = InGraphTransport(self.rendezvous, self._sockets.token)
-        except Unavailable as reason:
-            if env.transport() == "in_graph":
-                raise TransportError(
-                    f"TORCH_XLA_PP_TRANSPORT=in_graph: {reason}. Unset it to send "
-                    "through the host."
-                ) from reason
-            _warn_of_host(str(reason))
-            return host
-        self._closings.append(in_graph.close)
-        return in_graph
+        made = make_transport(Carriers(self.rendezvous, self.wire, self._sockets.token))
+        self._closings.append(made.close)
+        return made
 
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
         """Return the name that `dist.get_backend` shows."""
@@ -285,16 +264,6 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         return [rank for rank in range(self.size()) if rank != self.rank()]
 
 
-def _make_gloo(
-    store: Store, rank: int, size: int, timeout: timedelta
-) -> ProcessGroupGloo:
-    """Return what carries CPU tensors; it connects pairs of ranks that talk alone."""
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_default_device(lazy_init=True)]
-    options._timeout = timeout
-    return ProcessGroupGloo(store, rank, size, options)
-
-
 @functools.cache
 def _groups() -> "weakref.WeakSet[XlaPpProcessGroup]":
     """Return the groups of this process; its peers are told how it ends.
@@ -320,16 +289,6 @@ def _groups() -> "weakref.WeakSet[XlaPpProcessGroup]":
 def _close_all(closings: list[Callable[[], None]]) -> None:
     while closings:
         closings.pop()()
-
-
-@functools.cache
-def _warn_of_host(reason: str) -> None:
-    """Say once why the slower transport is used."""
-    _logger.warning(
-        "Stages send through the host, which is slower than from inside their "
-        "programs, because %s.",
-        reason,
-    )
 
 
 def _fill_all(tensors: list[Tensor], what: str, parcels: list[Parcel]) -> None:
@@ -389,30 +348,22 @@ def of_group(group: dist.ProcessGroup | None) -> XlaPpProcessGroup:
     )
 
 
-def register_backend() -> None:
-    """Make "xla_pp" known to torch.distributed, and "xla" explain itself."""
-    if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(
-            BACKEND, XlaPpProcessGroup, devices=["cpu", "xla"]
-        )
-        _explain_backend_xla()
-
-
-def _explain_backend_xla() -> None:
+def explain_backend_xla() -> None:
     """Let backend "xla" under SPMD say which backend to use.
 
     torch_xla's creator fails with an assertion there; otherwise it is called.
     """
-    plugin = dist.Backend._plugins["XLA"]
 
-    def create(*args: Any) -> dist.ProcessGroup:
-        if xla_compat.is_spmd():
-            raise ValueError(
-                'init_process_group: backend "xla" does not work under SPMD: it takes '
-                "all processes for one world. Use "
-                'dist.init_process_group("xla_pp").'
-            )
-        made: dist.ProcessGroup = plugin.creator_fn(*args)
-        return made
+    def explained(make: GroupMaker) -> GroupMaker:
+        def make_or_explain(*args: Any) -> dist.ProcessGroup:
+            if xla_compat.is_spmd():
+                raise ValueError(
+                    'init_process_group: backend "xla" does not work under SPMD: it '
+                    "takes all processes for one world. Use "
+                    'dist.init_process_group("xla_pp").'
+                )
+            return make(*args)
 
-    dist.Backend._plugins["XLA"] = plugin._replace(creator_fn=create)
+        return make_or_explain
+
+    wrap_backend("XLA", explained)

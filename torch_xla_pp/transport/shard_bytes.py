@@ -9,6 +9,7 @@ from torch import Tensor
 from torch_xla_pp import xla_compat
 from torch_xla_pp.errors import TransportError
 from torch_xla_pp.hlo import parse_sharding
+from torch_xla_pp.text import type_text
 from torch_xla_pp.transport.inbox import Parcel
 
 _REPLICATED = "{replicated}"
@@ -32,10 +33,8 @@ class Description(NamedTuple):
     num_devices: int
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return (
-            f"{dtype}{list(self.shape)} {self.sharding} on {self.num_devices} devices"
-        )
+        kind = type_text(self.shape, self.dtype)
+        return f"{kind} {self.sharding} on {self.num_devices} devices"
 
     @classmethod
     def of(cls, tensor: Tensor, operation: str) -> "Description":

@@ -1,9 +1,9 @@
 """What stages on different ranks send each other, and who may carry it.
 
-Two transports keep the same protocol. `in_graph` sends from inside the XLA programs,
-`host` copies through the host program. In both a device's shard goes to the paired
-device of the peer's world where a value lies alike on the two, and else in the pieces
-that `mesh.reshard` plans.
+All transports keep one protocol; `transport.table` lists them. `in_graph` sends from
+inside the XLA programs, `host` copies through the host program. In both a device's
+shard goes to the paired device of the peer's world where a value is sharded alike on
+the two, and else in the pieces that `mesh.reshard` plans.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.errors import TransportError
 from torch_xla_pp.hlo import OpShardingArgs, parse_sharding
 from torch_xla_pp.mesh import Tiling
+from torch_xla_pp.text import type_text
 
 Direction = Literal["F", "B", "S"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
@@ -95,8 +96,7 @@ class ShardLayout(NamedTuple):
         return self.tiling.shard_shape
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype}{list(self.shape)} as {list(self.shard_shape)}"
+        return f"{type_text(self.shape, self.dtype)} as {list(self.shard_shape)}"
 
 
 def digest(layouts: Sequence[ShardLayout], *tilings: Sequence[Tiling]) -> int:
@@ -112,15 +112,66 @@ def digest(layouts: Sequence[ShardLayout], *tilings: Sequence[Tiling]) -> int:
     return int.from_bytes(data, "big", signed=True)
 
 
+class ProgramOps(Protocol):
+    """The ops by which a program sends and receives, and the routes that they take.
+
+    A program is traced once; the *route*, an operand of its ops, says in each call
+    which message it is and where to.
+    """
+
+    def send_op(
+        self, route: Tensor, values: Sequence[Tensor], layouts: Sequence[ShardLayout]
+    ) -> Tensor:
+        """Add the sending of `values` to the graph.
+
+        Returns:
+            The token, which the program must return.
+        """
+
+    def receive_op(
+        self, route: Tensor, layouts: Sequence[ShardLayout]
+    ) -> tuple[list[Tensor], Tensor]:
+        """Add the receiving of values to the graph.
+
+        Returns:
+            The values, and the token, which the program must return.
+        """
+
+    def send_route(
+        self,
+        message: Message,
+        peer: int,
+        layouts: Sequence[ShardLayout],
+        there: Sequence[Tiling] | None = None,
+    ) -> Tensor:
+        """Return the operand for the next send of `message`, see `StageTransport`."""
+
+    def receive_route(
+        self,
+        message: Message,
+        peer: int,
+        layouts: Sequence[ShardLayout],
+        there: Sequence[Tiling] | None = None,
+    ) -> Tensor:
+        """Return the operand for the next receive of `message`."""
+
+
 class StageTransport(Protocol):
-    """Carry the values of stages to other ranks.
+    """What carries the values of stages to other ranks.
 
     Messages match by name and, among equals, by order, however they arrive. Sends
     never wait for the receiver. Errors may be raised later than by the call that they
     concern, at the latest by `settle`.
+
+    Attributes:
+        name: Its name in `transport.table`.
     """
 
     name: str
+
+    @property
+    def in_program(self) -> ProgramOps | None:
+        """Return what programs send and receive with themselves, None if nothing."""
 
     def expect(self, message: Message, peer: int) -> None:
         """Make ready for messages such as `message` from group rank `peer`.
@@ -178,6 +229,9 @@ class StageTransport(Protocol):
                 void.
             Exception: A peer has reported a failure, see `Rendezvous.check`.
         """
+
+    def close(self) -> None:
+        """Part from the peers, when what was sent had time to arrive."""
 
 
 def require_values(message: Message, values: Sequence[Any]) -> None:

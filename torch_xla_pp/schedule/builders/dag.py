@@ -6,8 +6,9 @@ that nothing uses, both included. A microbatch is *in flight* in a stage from it
 forward to its backward.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from torch_xla_pp.schedule.action import Action
 from torch_xla_pp.schedule.builders.counts import check_counts
@@ -122,16 +123,26 @@ def _simulation(
 ) -> _Simulation:
     """Make a simulation in which nothing has run."""
     num_stages = len(placement)
-    carriers = carriers_of(edges, placement)
+    consumers = neighbours_of(edges, num_stages)
+    carriers = carriers_of(_possible_values(consumers), placement)
     return _Simulation(
         num_microbatches=num_microbatches,
         producers=neighbours_of([(c, p) for p, c in edges], num_stages),
-        consumers=neighbours_of(edges, num_stages),
+        consumers=consumers,
         carriers=neighbours_of([(o, c) for c, o in carriers], num_stages),
         depths=depths_of(edges, num_stages),
         forwards=[0] * num_stages,
         backwards=[0] * num_stages,
     )
+
+
+def _possible_values(
+    consumers: Sequence[Sequence[int]],
+) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Yield any two consumers of a stage: edges do not say which use one value."""
+    for producer, users in enumerate(consumers):
+        for pair in combinations(users, 2):
+            yield producer, pair
 
 
 def _check_placement(placement: Mapping[int, int]) -> None:

@@ -1,0 +1,120 @@
+"""What a stage costs on each device: memory, collectives, and what crosses its ends."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch_xla_pp.compile.program import Program
+from torch_xla_pp.hlo import Collective, collectives_of, product_flops
+from torch_xla_pp.mesh import LocalMesh, TensorSpec
+
+_HINT = (
+    "unknown: set XLA_FLAGS='--xla_dump_to=<folder of the rank> "
+    "--xla_dump_hlo_as_text' before the first import of torch_xla"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramCost:
+    """State what a compiled program does, and exchanges between a rank's devices.
+
+    The *arithmetic intensity* of an exchange is the work that there is for each of its
+    bytes. Where it is below a device's FLOP/s by the bytes/s of the link, the exchange
+    takes longer than the work. Source: MaxText's guide to sharding.
+
+    Args:
+        name: What the program does.
+        collectives: By kind and mesh axes; None if its HLO is not known.
+        flops: Operations of its products of matrices, on one device; None if its HLO
+            is not known.
+    """
+
+    name: str
+    collectives: tuple[Collective, ...] | None
+    flops: int | None = 0
+
+    def __str__(self) -> str:
+        if self.collectives is None or self.flops is None:
+            return f"  {self.name}: {_HINT}"
+        found = [
+            f"    {collective}, {per_byte(self.flops, collective.num_bytes)}"
+            for collective in self.collectives
+        ] or ["    no collectives"]
+        return "\n".join([f"  {self.name}: {self.flops} FLOP", *found])
+
+
+def per_byte(flops: int, num_bytes: int) -> str:
+    """Return the arithmetic intensity of an exchange as a text."""
+    return f"{flops / num_bytes:.3g} FLOP per byte" if num_bytes else "no bytes"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """State what a stage costs on each device of its rank.
+
+    Args:
+        stage: Index of the stage.
+        num_parameters: Parameters of the whole stage.
+        parameter_bytes: Bytes of those and of buffers, on one device.
+        received_bytes: Bytes that one device receives for a microbatch's forward.
+        sent_bytes: Bytes of the outputs of a microbatch, on one device; those of the
+            last stage go to the loss.
+        programs: The programs that have run so far.
+        reduced_per_microbatch: Parameter → why its gradient is reduced in every
+            microbatch and not once a step.
+        moves: What is laid out anew on its way from or to another rank, whose devices
+            hold it in another way.
+    """
+
+    stage: int
+    num_parameters: int
+    parameter_bytes: int
+    received_bytes: int
+    sent_bytes: int
+    programs: tuple[ProgramCost, ...]
+    reduced_per_microbatch: Mapping[str, str] = field(default_factory=dict)
+    moves: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [
+            f"stage {self.stage}, on each device",
+            f"  {self.parameter_bytes} bytes of {self.num_parameters} parameters and "
+            "of buffers",
+            f"  {self.received_bytes} bytes in, {self.sent_bytes} bytes out, per "
+            f"microbatch{self._intensity()}",
+            *(f"    {move}" for move in self.moves),
+        ]
+        for reason in dict.fromkeys(self.reduced_per_microbatch.values()):
+            names = [n for n, r in self.reduced_per_microbatch.items() if r == reason]
+            lines.append(
+                f"  gradients reduced in every microbatch, as {reason}: "
+                f"{', '.join(names)}"
+            )
+        return "\n".join([*lines, *map(str, self.programs)])
+
+    def _intensity(self) -> str:
+        """Return the forward's work for each byte that leaves, if both are known."""
+        for program in self.programs:
+            if program.name == "forward" and program.flops and self.sent_bytes:
+                return f", {per_byte(program.flops, self.sent_bytes)} out"
+        return ""
+
+
+def costs_of(
+    programs: Mapping[str, Program], mesh: LocalMesh
+) -> tuple[ProgramCost, ...]:
+    """Return what each of the programs does and exchanges."""
+    return tuple(
+        ProgramCost(
+            name=name,
+            collectives=None
+            if program.hlo is None
+            else collectives_of(program.hlo, mesh),
+            flops=None if program.hlo is None else product_flops(program.hlo),
+        )
+        for name, program in programs.items()
+    )
+
+
+def bytes_of(specs: Sequence[TensorSpec], mesh: LocalMesh) -> int:
+    """Return the bytes of values on one device."""
+    return sum(spec.shard_bytes(mesh) for spec in specs)

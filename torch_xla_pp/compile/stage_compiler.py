@@ -1,0 +1,346 @@
+"""From a stage's plan to its compiled programs, one set for each mode of its module."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.compile.export import export_joint
+from torch_xla_pp.compile.group_sums.grouping import grouping_of
+from torch_xla_pp.compile.joint_graph import JointGraph
+from torch_xla_pp.compile.partition import Remat
+from torch_xla_pp.compile.product_rules import lowering_rules
+from torch_xla_pp.compile.sizes import Sizes
+from torch_xla_pp.compile.stage_programs import StagePrograms
+from torch_xla_pp.compile.stage_specs import Borders
+from torch_xla_pp.errors import PipelineError, StageShapeError
+from torch_xla_pp.graph import Captured, Template, sharding_outputs
+from torch_xla_pp.hlo import OpShardingArgs
+from torch_xla_pp.mesh import TensorSpec
+from torch_xla_pp.plan import Mode, Offer, StagePlan, Tilings
+from torch_xla_pp.world import World
+
+
+class FixedValues(Protocol):
+    """How a stage's parameters and buffers are sharded, by role."""
+
+    def shardings(self) -> dict[str, xla_compat.OpSharding]:
+        """Return the sharding of each."""
+
+    def used_shardings(self) -> dict[str, xla_compat.OpSharding]:
+        """Return the shardings of those that programs use otherwise than kept."""
+
+    def layouts(self) -> dict[str, tuple[OpShardingArgs, int]]:
+        """Return how each is passed to programs, with the number of its dimensions."""
+
+
+class HasBorders(Protocol):
+    """What a stage exchanges with others."""
+
+    borders: Borders
+
+    def agree(self, tilings: Tilings) -> None:
+        """Learn how values are tiled over the ranks of other stages."""
+
+
+LinksT = TypeVar("LinksT", bound=HasBorders)
+
+
+class CompiledStage(NamedTuple, Generic[LinksT]):
+    """A stage's programs for one mode.
+
+    Attributes:
+        programs: The programs.
+        outputs: What the stage's outputs look like.
+        links: What is exchanged with other stages.
+        num_random: How many random operations the stage has.
+        sizes: Bytes of the values that the programs take and make.
+        lacking: Outputs that need gradients which other stages do not give, as they
+            were told otherwise.
+    """
+
+    programs: StagePrograms
+    outputs: tuple[TensorSpec, ...]
+    links: LinksT
+    num_random: int
+    sizes: Sizes
+    lacking: tuple[int, ...] = ()
+
+
+class Told(NamedTuple):
+    """What other stages were told of a stage's outputs."""
+
+    outputs: tuple[TensorSpec, ...]
+    template: Template
+    num_random: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageSource(Generic[LinksT]):
+    """What a stage is compiled from.
+
+    Args:
+        module: The stage's module.
+        captured: What its forward reads from Python.
+        world: The devices of its rank.
+        fixed: Its parameters and buffers.
+        link: Makes what is exchanged with other stages, for a plan and its outputs.
+        remat: Which forward values the backward computes again.
+        is_last: Whether no stage comes after this one.
+        expected_outputs: Texts of what the outputs must look like, None if anything
+            goes.
+    """
+
+    module: nn.Module
+    captured: Captured
+    world: World
+    fixed: FixedValues
+    link: Callable[[StagePlan, tuple[TensorSpec, ...], Template], LinksT]
+    remat: Remat
+    is_last: bool
+    expected_outputs: tuple[str, ...] | None = None
+
+
+class StageCompiler(Generic[LinksT]):
+    """A stage's programs for one plan, by mode.
+
+    The stage's own mode may change without the other stages. All modes make what the
+    first one did, which other stages were told of; an output that needs no gradient
+    any more is still given one.
+
+    Args:
+        source: What the stage is compiled from.
+        plan: What it takes.
+
+    Attributes:
+        plan: As given.
+    """
+
+    def __init__(self, source: StageSource[LinksT], plan: StagePlan) -> None:
+        self.plan = plan
+        self._source = source
+        self._tilings: Tilings | None = None
+        self._compiled: dict[tuple[Mode, Told | None], CompiledStage[LinksT]] = {}
+        self._left_by_trace: int | None = None
+
+    def agree(self, tilings: Tilings) -> None:
+        """Learn how values are tiled over all ranks, before anything is run."""
+        self._tilings = tilings
+        for compiled in self.compiled:
+            compiled.links.agree(tilings)
+
+    @property
+    def compiled(self) -> list[CompiledStage[LinksT]]:
+        """Return all that has been compiled."""
+        return list({id(x): x for x in self._compiled.values()}.values())
+
+    def compile(self, mode: Mode, told: Told | None) -> CompiledStage[LinksT]:
+        """Return the programs for a mode, in which the module is now; traced when new.
+
+        Args:
+            mode: The mode.
+            told: What other stages were told, None if nothing yet.
+
+        Raises:
+            StageShapeError: The module cannot run on the inputs, or its outputs are
+                not what was declared, or what other stages were told.
+            PipelineError: The module's forward changes what it reads.
+            ValueError: A call of `shard` does not fit its value or the rules.
+        """
+        if (mode, told) not in self._compiled:
+            joint = self._export()
+            self._check_written(mode)
+            made = self._made(joint, told)
+            self._compiled[mode, told] = made
+            self._compiled[mode, told or told_by(made)] = made
+        return self._compiled[mode, told]
+
+    def _made(self, joint: JointGraph, told: Told | None) -> CompiledStage[LinksT]:
+        """Return what a trace of the module makes."""
+        source, plan = self._source, self.plan
+        world = source.world
+        self._check_constraints(joint)
+        made = self._outputs_of(joint)
+        self._check_outputs(made)
+        given = made
+        if told is not None and not source.is_last:
+            found = Told(made, joint.output_template, joint.num_random)
+            _check_told(plan.stage, told, found)
+            given = told.outputs
+        links = source.link(plan, given, joint.output_template)
+        if self._tilings is not None:
+            links.agree(self._tilings)
+        programs = StagePrograms(
+            joint,
+            [world.sharding(spec.partition) for spec in made],
+            [world.sharding(spec.partition) for spec in plan.inputs],
+            source.fixed.shardings(),
+            links.borders,
+            remat=source.remat,
+            rules=lowering_rules(world),
+            used=source.fixed.used_shardings(),
+            grouping=grouping_of(world, plan.inputs, made, source.fixed.layouts()),
+        )
+        lacking = tuple(
+            index
+            for index, (old, new) in enumerate(zip(given, made, strict=True))
+            if new.requires_grad and not old.requires_grad
+        )
+        return CompiledStage(programs, given, links, joint.num_random, Sizes(), lacking)
+
+    def _outputs_of(self, joint: JointGraph) -> tuple[TensorSpec, ...]:
+        partition_of, rows = self._source.world.layout.partition_of, self.plan.rows
+        return tuple(
+            TensorSpec.of(
+                value, partition_of(axes, tuple(value.shape), rows), needs_grad, axes
+            )
+            for (value, needs_grad), axes in zip(
+                joint.example_outputs, joint.output_axes, strict=True
+            )
+        )
+
+    def _export(self) -> JointGraph:
+        plan, rules = self.plan, self._source.world.rules
+        received = [example_of(spec) for spec in plan.received]
+        given = [example_of(spec) for spec in plan.given]
+        args, kwargs = plan.arguments.fill(received)
+        more_args, more_kwargs = plan.given_arguments.fill(given)
+        activations = {} if rules is None else rules.activations
+        module = self._source.module
+        try:
+            with sharding_outputs(module, activations):
+                return export_joint(
+                    module,
+                    [*args, *more_args],
+                    {**kwargs, **more_kwargs},
+                    [*received, *given],
+                )
+        except PipelineError:
+            raise
+        except Exception as error:
+            inputs = ", ".join(map(str, plan.inputs))
+            where = " ".join(getattr(error, "__notes__", ()))
+            raise StageShapeError(
+                f"stage {plan.stage}: its module cannot run on inputs ({inputs}): "
+                f"{type(error).__name__} {where}: {error}\nCheck that the stages "
+                "before make what this one takes; if they do, write the operation with "
+                "others."
+            ) from error
+
+    def _check_written(self, mode: Mode) -> None:
+        """Refuse a forward that changes what it reads whenever it runs.
+
+        Once is accepted, for values that a module computes when it is first called.
+        """
+        captured = self._source.captured
+        state = captured.number()
+        if state == mode.state:
+            return
+        if mode.state == self._left_by_trace:
+            raise PipelineError(
+                f"stage {self.plan.stage}: expected a forward that leaves Python "
+                "values as they are, got changes: "
+                f"{captured.difference(mode.state, state)}. "
+                "Programs do not run Python: count in a buffer, or between steps."
+            )
+        self._left_by_trace = state
+
+    def _check_constraints(self, joint: JointGraph) -> None:
+        faults = self._source.world.layout.constraint_faults(
+            (axes, tuple(value.shape)) for axes, value in joint.constraints
+        )
+        if faults:
+            raise ValueError(
+                f"stage {self.plan.stage}: expected calls of shard that fit the axis "
+                "rules and the shapes, got:\n  " + "\n  ".join(faults) + "\nCorrect "
+                "the calls, or add the names to AxisRules.axes."
+            )
+
+    def _check_outputs(self, specs: Sequence[TensorSpec]) -> None:
+        expected = self._source.expected_outputs
+        got = tuple(map(str, specs))
+        if expected is not None and expected != got:
+            raise StageShapeError(
+                f"stage {self.plan.stage}: expected outputs {', '.join(expected)}, "
+                f"got {', '.join(got)}. Correct output_args or the module."
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class StageKind(Generic[LinksT]):
+    """A stage in one kind of step.
+
+    Args:
+        plan: What the stage takes.
+        compiler: Its programs; kinds that differ in nothing else share one.
+        told: What other stages were told of its outputs, None if nothing yet.
+        is_described: Whether what it costs was written down.
+    """
+
+    plan: StagePlan
+    compiler: StageCompiler[LinksT]
+    told: Told | None = None
+    is_described: bool = False
+    _current: tuple[Mode, CompiledStage[LinksT]] | None = field(default=None)
+
+    def compiled(self, mode: Mode) -> CompiledStage[LinksT]:
+        """Return the programs for the mode that the module is in, see `compile`."""
+        if self._current is not None and self._current[0] == mode:
+            return self._current[1]
+        found = self.compiler.compile(mode, self.told)
+        if self.told is None:
+            self.told = told_by(found)
+        self._current = mode, found
+        return found
+
+    def offer(self, mode: Mode) -> Offer:
+        """Return what later stages are told of the stage."""
+        compiled = self.compiled(mode)
+        return Offer(
+            output=compiled.programs.output_template,
+            values=compiled.outputs,
+            rows=self.plan.rows,
+            num_random=self.plan.random_before + compiled.num_random,
+        )
+
+
+def told_by(compiled: CompiledStage[LinksT]) -> Told:
+    """Return what other stages are told of compiled programs."""
+    template = compiled.programs.output_template
+    return Told(compiled.outputs, template, compiled.num_random)
+
+
+def example_of(spec: TensorSpec) -> Tensor:
+    """Return a tensor of which only the metadata may be used."""
+    value = torch.empty(spec.shape, dtype=spec.dtype, device=xla_compat.device())
+    return value.requires_grad_(spec.requires_grad)
+
+
+def _check_told(stage: int, told: Told, found: Told) -> None:
+    """Refuse outputs that differ from those that other stages were told of."""
+    faults = []
+    if (old := list(map(_without_grad, told.outputs))) != (
+        new := list(map(_without_grad, found.outputs))
+    ) or told.template != found.template:
+        faults.append(
+            f"outputs {', '.join(map(str, old))}, got {', '.join(map(str, new))}"
+        )
+    if told.num_random != found.num_random:
+        faults.append(
+            f"{told.num_random} random operations, by which those of later stages "
+            f"are numbered, got {found.num_random}"
+        )
+    if faults:
+        raise StageShapeError(
+            f"stage {stage}: what its forward makes has changed, but not the "
+            f"first stage, which says what kind of step comes: expected "
+            f"{' and '.join(faults)}. Change the mode of all stages, or make a new "
+            "schedule on every rank."
+        )
+
+
+def _without_grad(spec: TensorSpec) -> TensorSpec:
+    return replace(spec, requires_grad=False)

@@ -1,0 +1,96 @@
+"""The tensors of a module, wherever it holds them.
+
+Terms: a *place* is where a module holds a tensor under a name. A *tied* tensor is in
+several places; a submodule that is used twice has places under both of its names.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+Holding = Literal["param", "buffer", "attribute"]
+
+PARAMETER: Holding = "param"
+BUFFER: Holding = "buffer"
+ATTRIBUTE: Holding = "attribute"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """A place of a tensor in a module.
+
+    Args:
+        name: Its name in the whole module.
+        holding: As what the module holds the tensor.
+        slots: The dictionary of the submodule that has it.
+        key: Its name there.
+    """
+
+    name: str
+    holding: Holding
+    slots: dict[str, Any]
+    key: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """Return what is there now."""
+        tensor: Tensor = self.slots[self.key]
+        return tensor
+
+    def put(self, tensor: Tensor) -> None:
+        """Hold another tensor there."""
+        self.slots[self.key] = tensor
+
+
+def places_of(module: nn.Module) -> Iterator[TensorPlace]:
+    """Yield all places of parameters and buffers, tied ones under all their names.
+
+    What is put into a place meanwhile is seen in the places that follow.
+    """
+    for place in all_places_of(module):
+        if place.holding != ATTRIBUTE:
+            yield place
+
+
+def all_places_of(module: nn.Module) -> Iterator[TensorPlace]:
+    """Yield the places of parameters, buffers and plain attributes, likewise."""
+    for path, sub in module.named_modules(remove_duplicate=False):
+        held: tuple[tuple[Holding, dict[str, Any]], ...] = (
+            (PARAMETER, sub._parameters),
+            (BUFFER, sub._buffers),
+            (ATTRIBUTE, vars(sub)),
+        )
+        for holding, slots in held:
+            for key, value in list(slots.items()):
+                if isinstance(value, Tensor):
+                    name = f"{path}.{key}" if path else key
+                    yield TensorPlace(name, holding, slots, key)
+
+
+def state_of(module: nn.Module) -> list[TensorPlace]:
+    """Return the first place of each parameter, then all places of buffers."""
+    seen: set[int] = set()
+    first, buffers = [], []
+    for place in places_of(module):
+        if place.holding == BUFFER:
+            buffers.append(place)
+        elif id(place.tensor) not in seen:
+            seen.add(id(place.tensor))
+            first.append(place)
+    return first + buffers
+
+
+def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of parameters and buffers, under all of their names."""
+    return {place.name: tuple(place.tensor.shape) for place in places_of(module)}
+
+
+def parameter_names(module: nn.Module) -> list[tuple[str, ...]]:
+    """Return for each parameter of `module` all names that it has."""
+    names: dict[int, list[str]] = {}
+    for place in places_of(module):
+        if place.holding == PARAMETER:
+            names.setdefault(id(place.tensor), []).append(place.name)
+    return [tuple(group) for group in names.values()]

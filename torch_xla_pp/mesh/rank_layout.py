@@ -1,0 +1,127 @@
+"""How the values of a stage are partitioned over the devices of its rank."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch_xla_pp.mesh.axis_rules import AxisRules
+from torch_xla_pp.mesh.local_mesh import (
+    LocalMesh,
+    LogicalAxes,
+    Partition,
+    axis_names,
+)
+
+BatchAxis = str | tuple[str, ...] | None
+
+AUTO = "auto"
+_DATA_AXIS = "data"
+_BATCH = "batch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankLayout:
+    """The mesh of one rank, and what splits batches and activations over it.
+
+    Args:
+        local: The rank's mesh.
+        batch_axis: The axis that dimension 0 of microbatches is split over, None to
+            replicate them.
+        rules: What logical axes mean, None if nothing is said of them.
+    """
+
+    local: LocalMesh
+    batch_axis: BatchAxis
+    rules: AxisRules | None = None
+
+    @classmethod
+    def of(
+        cls, local: LocalMesh, batch_axis: BatchAxis, rules: AxisRules | None = None
+    ) -> "RankLayout":
+        """Return the layout for a batch axis as users name it.
+
+        Args:
+            local: The rank's mesh.
+            batch_axis: As for the class, or "auto" for what `rules` say of the logical
+                axis "batch", or else for the axis called "data" if there is one.
+            rules: As for the class.
+
+        Raises:
+            ValueError: The mesh lacks the axis.
+        """
+        if batch_axis == AUTO:
+            batch_axis = _DATA_AXIS if _DATA_AXIS in local.names else None
+            if rules is not None and _BATCH in rules.axes:
+                batch_axis = rules.axes[_BATCH]
+            # Unknown axes of rules are told with all else that is wrong with these.
+            return cls(local=local, batch_axis=batch_axis, rules=rules)
+        unknown = [name for name in axis_names(batch_axis) if name not in local.names]
+        if unknown:
+            raise ValueError(
+                f"batch_axis: expected axes of the local mesh {local.names}, got "
+                f"{unknown}. Name one of them, or pass None to replicate the batch."
+            )
+        return cls(local=local, batch_axis=batch_axis, rules=rules)
+
+    @property
+    def num_row_groups(self) -> int:
+        """Return over how many devices the rows of a batch are split."""
+        return self.local.axis_size(self.batch_axis)
+
+    def check_batch(self, rows: int) -> None:
+        """Refuse a microbatch that does not divide over the batch axis.
+
+        Raises:
+            ValueError: Names the number of rows and the axis.
+        """
+        size = self.num_row_groups
+        if rows % size:
+            raise ValueError(
+                f"microbatch of {rows} rows does not divide over mesh axis "
+                f"{self.batch_axis!r} of {size} devices: expected a multiple of "
+                f"{size}. Change the batch size or the number of microbatches."
+            )
+
+    def batch_dim(self, partition: Partition) -> int | None:
+        """Return which dimension of a value is split over the batch axis."""
+        axes = [axis_names(axis) for axis in partition]
+        batch = axis_names(self.batch_axis)
+        return axes.index(batch) if batch in axes else None
+
+    def batch_partition(self, shape: tuple[int, ...], rows: int) -> Partition:
+        """Return the partition of a value, split if its dimension 0 is the batch."""
+        whole: Partition = (None,) * len(shape)
+        if not shape or shape[0] != rows:
+            return whole
+        return (self.batch_axis, *whole[1:])
+
+    def partition_of(
+        self, axes: LogicalAxes | None, shape: tuple[int, ...], rows: int
+    ) -> Partition:
+        """Return the partition of a value between stages.
+
+        Args:
+            axes: The logical axes that it was given, None if none were.
+            shape: Its shape.
+            rows: Rows of a microbatch.
+        """
+        if axes is None or self.rules is None:
+            return self.batch_partition(shape, rows)
+        return self.rules.partition(axes, shape, self.local)[0]
+
+    def constraint(self, axes: LogicalAxes) -> Partition:
+        """Return the partition for logical axes that `rules` know."""
+        rules = self.rules or AxisRules()
+        return tuple(None if name is None else rules.mesh_axis(name) for name in axes)
+
+    def constraint_faults(
+        self, constraints: Iterable[tuple[LogicalAxes, tuple[int, ...]]]
+    ) -> list[str]:
+        """List what is wrong with calls of `shard`, given as axes and shapes."""
+        if self.rules is None:
+            return []
+        found = {
+            f"shard of a value of shape {list(shape)} as {axes}: {fault}"
+            for axes, shape in constraints
+            for fault in self.rules.partition(axes, shape, self.local)[1]
+        }
+        return sorted(found)

@@ -1,0 +1,353 @@
+"""From a model to stages: trace, split, place, compile, run.
+
+`pipeline` does the first two steps and `Pipe.build_stage` the third; programs are
+compiled when a schedule of torch.distributed.pipelining runs its first step.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.pipelining import SplitPoint
+from torch.utils import _pytree as pytree
+
+from torch_xla_pp.compile import Remat, marking_checkpoints
+from torch_xla_pp.deferred import (
+    as_on_host,
+    back_to_meta,
+    parameter_names,
+    places_of,
+    record_resets,
+    shapes_of,
+)
+from torch_xla_pp.dump import dump
+from torch_xla_pp.errors import PlanError
+from torch_xla_pp.graph import (
+    Baked,
+    Captured,
+    Prepared,
+    add_mode,
+    begin_modes,
+    check_split_spec,
+    describe,
+    finish,
+    follow_mode,
+    for_each_mode,
+    has_mixed_mode,
+    in_mode,
+    indexing_by_tensors,
+    keep_parameters,
+    prepare,
+    reads_training,
+    refuse_modes,
+    sharding_outputs,
+    tie_parameters,
+    untied,
+)
+from torch_xla_pp.mesh import AxisRules, LogicalAxes, Sharding, unmatched
+from torch_xla_pp.plan import StageInputs
+from torch_xla_pp.runtime import (
+    PipelineStage,
+    TracedModel,
+    check_plain_module,
+)
+from torch_xla_pp.torch_pipe import SPLIT_MARK, move_factories_to, trace_and_split
+from torch_xla_pp.torch_pipe import Pipe as _TracedPipe
+
+
+class Pipe(_TracedPipe):
+    """Hold a model that was traced and split into stages.
+
+    As `torch.distributed.pipelining.Pipe`, but its stages run on XLA devices. Made
+    by `pipeline`. The first stage's module takes what the model takes and the last
+    one's returns what the model returns; between them, modules take and return
+    tensors as `stage_graph` says.
+
+    Args:
+        traced: The traced and split model; this object takes it over.
+        prepared: What was found out about the model before it was split.
+        model: The model that was traced; stages have its parameters.
+        names: All names of each parameter of the model.
+        activations: What of `AxisRules.activations` the trace has.
+
+    Attributes:
+        stage_graph: The stages and the values that flow between them; with their
+            shardings once a stage was built.
+    """
+
+    def __init__(
+        self,
+        traced: _TracedPipe,
+        prepared: Prepared,
+        model: nn.Module,
+        names: Sequence[tuple[str, ...]],
+        activations: Mapping[str, LogicalAxes],
+    ) -> None:
+        self._activations = activations
+        self._baked: Baked | None = None
+        finish(traced.split_gm, prepared)
+        super().__init__(
+            traced.split_gm,
+            traced.num_stages,
+            traced.has_loss_and_backward,
+            traced.loss_spec,
+        )
+        self.replicated_params = traced.replicated_params
+        for index in range(self.num_stages):
+            tie_parameters(names, self.get_stage_module(index))
+            keep_parameters(model, self.get_stage_module(index))
+        self.stage_graph = describe(self.split_gm, prepared.names, names)
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Run all stages in this process, one after the other.
+
+        Takes what the model takes; returns the leaves of what the model returns, as
+        upstream does.
+        """
+        for index in range(self.num_stages):
+            follow_mode(self.get_stage_module(index))
+        results: dict[int, Any] = {0: self.get_stage_module(0)(*args, **kwargs)}
+        for index in range(1, self.num_stages):
+            inputs = StageInputs.of(index, self.stage_graph.sources(index))
+            values, _ = inputs.arguments(results)
+            results[index] = self.get_stage_module(index)(*values)
+        return tuple(pytree.tree_leaves(results[self.num_stages - 1]))
+
+    def build_stage(  # type: ignore[override]  # another class of stage
+        self,
+        stage_index: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        *,
+        mesh: Any | None = None,
+        sharding: Sharding | None = None,
+        batch_axis: str | tuple[str, ...] | None = "auto",
+        remat: Remat = "none",
+        replicas: dist.ProcessGroup | None = None,
+    ) -> PipelineStage:
+        """Make the stage that this rank runs.
+
+        Args:
+            stage_index: Index of the stage.
+            device: `xpp.device()`.
+            group: Group of the pipeline's ranks; None for the default group.
+            mesh: As for `PipelineStage`.
+            sharding: As for `PipelineStage`; of a mapping the first match counts, what
+                nothing matches is replicated.
+            batch_axis: As for `PipelineStage`.
+            remat: As for `PipelineStage`.
+            replicas: As for `PipelineStage`.
+
+        Raises:
+            ValueError: An argument does not fit.
+        """
+        if isinstance(sharding, AxisRules):
+            sharding = self._without_activations(sharding)
+        module: nn.Module = nn.Module()
+        shapes: dict[str, tuple[int, ...]] = {}
+        for index in range(self.num_stages):
+            shapes |= shapes_of(self.get_stage_module(index))
+        expected, sources, tied = None, None, None
+        if 0 <= stage_index < self.num_stages:
+            module = self.get_stage_module(stage_index)
+            for_each_mode(module, lambda module: move_factories_to(module, device))
+            expected = _traced_inputs(module)
+            sources = self.stage_graph.sources(stage_index)
+            tied = self.stage_graph.shared_of(stage_index)
+        stage = PipelineStage(
+            module,
+            stage_index,
+            self.num_stages,
+            device,
+            group=group,
+            mesh=mesh,
+            sharding=sharding,
+            batch_axis=batch_axis,
+            remat=remat,
+            inputs_from=sources,
+            tied=tied,
+            replicas=replicas,
+            input_args=None if expected is None else tuple(expected),
+            traced=TracedModel(shapes=shapes, baked=self._baked),
+        )
+        if expected is not None:
+            self._lay_out(stage)
+        return stage
+
+    def _without_activations(self, rules: AxisRules) -> AxisRules:
+        """Return the rest of axis rules, as the trace has the activations."""
+        if rules.activations and rules.activations != self._activations:
+            raise ValueError(
+                "sharding: axis rules: expected the activations that the model was "
+                f"traced with, got {dict(rules.activations)}. Pass them to pipeline, "
+                "too: activations=rules.activations."
+            )
+        return replace(rules, activations={})
+
+    def _lay_out(self, stage: PipelineStage) -> None:
+        """Write into the stage graph how the devices of this rank hold each value."""
+        first = self.stage_graph.stages[0].inputs
+        rows = next((value.shape[0] for value in first if value.shape), 1)
+        self.stage_graph = self.stage_graph.with_shardings(
+            lambda shape, axes: stage.sharding_text(shape, rows, axes)
+        )
+
+
+def pipeline(
+    module: nn.Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: dict[str, Any] | None = None,
+    split_spec: dict[str, SplitPoint] | None = None,
+    split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+    *,
+    activations: Mapping[str, LogicalAxes] | None = None,
+) -> Pipe:
+    """Trace a model and split it into stages.
+
+    As `torch.distributed.pipelining.pipeline`, whose tracer does the work.
+
+    Args:
+        module: The model, on the host, on meta, or built under `deferred_init`.
+        mb_args: Example of one microbatch's positional arguments.
+        mb_kwargs: Example of its keyword arguments.
+        split_spec: Name of a submodule → where to split at it.
+        split_policy: Splits the traced graph in another way; runs before the marks
+            of `pipeline_yield` are looked at.
+        activations: Glob pattern on submodule names → logical axes of what they
+            return; `AxisRules.activations` of the rules for `Pipe.build_stage`.
+
+    Raises:
+        TypeError: The model is wrapped for data parallelism.
+        ValueError: The example is not on the model's device; `split_spec` names
+            unknown submodules, or is given together with a `split_policy`; or
+            `activations` do not fit the model.
+        PlanError: The model cannot be split as its marks say.
+
+    Example:
+        >>> pipe = pipeline(model, mb_args=(x,),
+        ...                 split_spec={"layers.4": SplitPoint.BEGINNING})
+    """
+    check_plain_module("pipeline", module)
+    _check_devices(module, (mb_args, mb_kwargs))
+    check_split_spec(module, split_spec or {})
+    if split_spec and split_policy is not None:
+        raise ValueError(
+            "pipeline: expected split_spec or split_policy, got both. Leave one out."
+        )
+    activations = dict(activations or {})
+    _check_activations(module, activations)
+    record_resets(module)
+    pipe = _traced(module, mb_args, mb_kwargs, split_spec, split_policy, activations)
+    is_switched = reads_training(module)
+    names = {place.name for place in places_of(module)}
+    for stage in _stage_modules(pipe):
+        begin_modes(stage, module, is_switched=is_switched)
+    missing = (True, False) if has_mixed_mode(module) else (not module.training,)
+    for training in missing if is_switched else ():
+        try:
+            with in_mode(module, training):
+                other = _traced(
+                    module, mb_args, mb_kwargs, split_spec, split_policy, activations
+                )
+            _add_mode(pipe, other, names, training)
+        except Exception as error:
+            for stage in _stage_modules(pipe):
+                reason = (
+                    f"The model cannot be traced so: {type(error).__name__}: {error}"
+                )
+                refuse_modes(stage, reason)
+    dump("stage_graph.txt", pipe.stage_graph.__str__)
+    pipe._baked = Baked(Captured(module, is_kept=False), has_hooks=False)
+    return pipe
+
+
+def _stage_modules(pipe: Pipe) -> list[fx.GraphModule]:
+    modules = [pipe.get_stage_module(index) for index in range(pipe.num_stages)]
+    return [module for module in modules if isinstance(module, fx.GraphModule)]
+
+
+def _add_mode(pipe: Pipe, other: Pipe, names: Collection[str], training: bool) -> None:
+    """Let the stages of a pipe be those of another in another mode."""
+    if _interface(pipe) != _interface(other):
+        raise PlanError("in this mode other values go between the stages")
+    for stage, added in zip(_stage_modules(pipe), _stage_modules(other), strict=True):
+        add_mode(stage, added, names, training=training)
+
+
+def _interface(pipe: Pipe) -> tuple[Any, ...]:
+    """Return what stages take from each other and from outside."""
+    graph = pipe.stage_graph
+    values = [
+        [(value.shape, value.dtype) for value in (*stage.inputs, *stage.outputs)]
+        for stage in graph.stages
+    ]
+    return values, graph.edges, graph.shared
+
+
+def _traced(
+    module: nn.Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: dict[str, Any] | None,
+    split_spec: dict[str, SplitPoint] | None,
+    split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None,
+    activations: Mapping[str, LogicalAxes],
+) -> Pipe:
+    """Trace a model in its present mode and split it."""
+    names = parameter_names(module)
+    prepared: list[Prepared] = []
+
+    def policy(traced: fx.GraphModule) -> fx.GraphModule:
+        traced = traced if split_policy is None else split_policy(traced)
+        prepared.append(prepare(traced, SPLIT_MARK))
+        return traced
+
+    with (
+        marking_checkpoints(),
+        as_on_host(module) as faked,
+        indexing_by_tensors(),
+        untied(module, names),
+        sharding_outputs(module, activations),
+    ):
+        mb_args, mb_kwargs = faked((mb_args, mb_kwargs))
+        split = trace_and_split(module, mb_args, mb_kwargs, split_spec or {}, policy)
+    back_to_meta(split.split_gm)
+    return Pipe(split, prepared[-1], module, names, activations)
+
+
+def _check_devices(module: nn.Module, example: Any) -> None:
+    """Refuse an example that is not where the model is."""
+    tensors = [x for x in pytree.tree_leaves(example) if isinstance(x, torch.Tensor)]
+    homes = {value.device.type for value in [*module.parameters(), *module.buffers()]}
+    found = {value.device.type for value in tensors}
+    if "meta" not in homes | found and homes and found - homes:
+        raise ValueError(
+            f"pipeline: expected the example on the model's device, "
+            f"{', '.join(sorted(homes))}, got it on {', '.join(sorted(found))}. Leave "
+            "the model where it was made, on the host: its stages are moved when they "
+            "are built; or move mb_args, too."
+        )
+
+
+def _check_activations(
+    module: nn.Module, activations: Mapping[str, LogicalAxes]
+) -> None:
+    """Refuse patterns that match no submodule."""
+    missing = unmatched(activations, [name for name, _ in module.named_modules()])
+    if missing:
+        raise ValueError(
+            "activations: expected patterns that match submodules of the model, got "
+            f"{', '.join(map(repr, missing))}. Correct them or leave them out."
+        )
+
+
+def _traced_inputs(module: nn.Module) -> list[torch.Tensor] | None:
+    """Return what a traced stage takes, known from its placeholders."""
+    if not isinstance(module, fx.GraphModule):
+        return None
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    values = [node.meta.get("val") for node in nodes]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return tensors if len(tensors) == len(values) else None

@@ -1,0 +1,256 @@
+"""What goes into a stage and comes out of it in one kind of step.
+
+A stage waits for the *offers* of earlier stages, which say what these make, plans its
+own kind of step by them, and makes an offer to later ones. Planning is pure: offers and
+arguments in, a frozen plan out.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from torch_xla_pp.errors import StageShapeError
+from torch_xla_pp.graph import Template
+from torch_xla_pp.mesh import RankLayout, TensorSpec, Tiling
+from torch_xla_pp.plan.fan import Fan, Value
+from torch_xla_pp.plan.step_kind import Arguments
+from torch_xla_pp.plan.wiring import Wiring
+
+Tilings = Mapping[int, Mapping[Value, Tiling]]
+"""Stage → how what it takes and makes is tiled over its rank's devices."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """What a stage makes for every microbatch.
+
+    Args:
+        output: The structure of its output.
+        values: The tensors of the output, with partitions over the stage's own rank.
+        rows: Size of the batch dimension of a microbatch.
+        num_random: How many random operations the stages so far have.
+    """
+
+    output: Template
+    values: tuple[TensorSpec, ...]
+    rows: int
+    num_random: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePlan:
+    """What a stage takes in one kind of step.
+
+    Args:
+        stage: Index of the stage.
+        num_microbatches: Microbatches per step.
+        rows: Rows of a microbatch.
+        arguments: Structure of what other stages give.
+        values: The values that they give, by slot of `arguments`.
+        received: What these look like.
+        parameters: Names of the keyword arguments that the schedule may pass in, None
+            for any.
+        fans: How the values of each producer reach their consumers.
+        random_before: How many random operations earlier stages have.
+        given: Tensors that the schedule passes in.
+        given_arguments: What the schedule's arguments must look like.
+    """
+
+    stage: int
+    num_microbatches: int
+    rows: int
+    arguments: Template
+    values: tuple[Value, ...]
+    received: tuple[TensorSpec, ...]
+    parameters: frozenset[str] | None
+    fans: Mapping[int, Fan]
+    random_before: int
+    given: tuple[TensorSpec, ...]
+    given_arguments: Arguments
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Return all tensor inputs, received ones first."""
+        return self.received + self.given
+
+    def held(self, outputs: Sequence[TensorSpec]) -> dict[Value, TensorSpec]:
+        """Return what the stage takes from others and makes."""
+        made = {Value(self.stage, slot): spec for slot, spec in enumerate(outputs)}
+        return {**dict(zip(self.values, self.received, strict=True)), **made}
+
+    def is_like(self, other: "StagePlan") -> bool:
+        """Return whether the same programs do for another kind of step."""
+        return replace(self, random_before=other.random_before) == other
+
+    def takes(self, name: str) -> bool:
+        """Return whether the schedule may pass in a keyword argument."""
+        return self.parameters is None or name in self.parameters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePlanner:
+    """What is known of a stage before the first step, which its plans follow from.
+
+    Args:
+        stage: Index of the stage.
+        layout: How values are partitioned over its rank's devices.
+        free_parameters: From the number of positional arguments and the names of the
+            keyword arguments that other stages give to those that the schedule may
+            pass in, None for any.
+        expected_inputs: Texts of what the positional inputs must look like, None if
+            anything goes.
+    """
+
+    stage: int
+    layout: RankLayout
+    free_parameters: Callable[[int, Sequence[str]], frozenset[str] | None]
+    expected_inputs: tuple[str, ...] | None = None
+
+    def needed(self, wiring: Wiring) -> list[int]:
+        """Return the stages whose offers a plan is made by.
+
+        The offer of the previous stage tells what is counted from stage to stage.
+        """
+        previous = {self.stage - 1} if self.stage else set()
+        return sorted(previous.union(wiring.producers(self.stage)))
+
+    def plan(
+        self,
+        wiring: Wiring,
+        offers: Mapping[int, Offer],
+        num_microbatches: int,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> StagePlan:
+        """Return what goes into the stage in a kind of step.
+
+        Args:
+            wiring: What each stage takes from others.
+            offers: What the stages make that are `needed`.
+            num_microbatches: Microbatches of a step.
+            args: Positional arguments that the schedule passes in for a microbatch.
+            kwargs: Keyword arguments for all stages of the rank.
+
+        Raises:
+            StageShapeError: The stage cannot take what the others make.
+            ValueError: The schedule's arguments do not fit.
+        """
+        templates = {p: offers[p].output for p in wiring.producers(self.stage)}
+        arguments, values = wiring.arguments(self.stage, templates)
+        taken_args, taken_kwargs = arguments.fill([None] * arguments.num_slots)
+        parameters = self.free_parameters(len(taken_args), list(taken_kwargs))
+        own = {k: v for k, v in kwargs.items() if parameters is None or k in parameters}
+        given_arguments, outside = Arguments.of(args, own)
+        previous = offers.get(self.stage - 1)
+        rows = _first_rows(outside) if previous is None else previous.rows
+        self.layout.check_batch(rows)
+        received = self._arriving(
+            [offers[v.stage].values[v.slot] for v in values], rows
+        )
+        given = tuple(self._given_spec(value, rows) for value in outside)
+        if not own:
+            self._check_inputs(tuple(templates), received + given)
+        return StagePlan(
+            stage=self.stage,
+            num_microbatches=num_microbatches,
+            rows=rows,
+            arguments=arguments,
+            values=tuple(values),
+            received=received,
+            parameters=parameters,
+            fans={p: wiring.fan(p, output) for p, output in templates.items()},
+            random_before=0 if previous is None else previous.num_random,
+            given=given,
+            given_arguments=given_arguments,
+        )
+
+    def _arriving(
+        self, offered: Sequence[TensorSpec], rows: int
+    ) -> tuple[TensorSpec, ...]:
+        """Return how offered values are partitioned here, by this rank's rules.
+
+        With the sender's mesh and rules that is as they leave.
+        """
+        faults = self.layout.constraint_faults(
+            (spec.axes, spec.shape) for spec in offered if spec.axes is not None
+        )
+        if faults:
+            raise ValueError(
+                f"stage {self.stage}: expected a mesh and axis rules that fit what it "
+                "takes from other stages, got:\n  " + "\n  ".join(faults) + "\nAdd the "
+                "names to AxisRules.axes on this rank, or change its mesh."
+            )
+        partition_of = self.layout.partition_of
+        return tuple(
+            replace(spec, partition=partition_of(spec.axes, spec.shape, rows))
+            for spec in offered
+        )
+
+    def _given_spec(self, value: Tensor, rows: int) -> TensorSpec:
+        if value.requires_grad:
+            raise ValueError(
+                f"stage {self.stage}: expected inputs that need no gradient, "
+                "got one with requires_grad=True. Detach it; gradients of a "
+                "pipeline's inputs are not computed."
+            )
+        partition = self.layout.batch_partition(tuple(value.shape), rows)
+        return TensorSpec.of(value, partition, False)
+
+    def _check_inputs(
+        self, producers: Sequence[int], inputs: Sequence[TensorSpec]
+    ) -> None:
+        if self.expected_inputs is not None:
+            source = names_of_stages(producers) if producers else "the batch"
+            check_fits(self.stage, source, inputs, self.expected_inputs)
+
+
+def check_fits(
+    stage: int, source: str, offered: Sequence[TensorSpec], own: Sequence[str]
+) -> None:
+    """Refuse values that differ from what a stage declares to take.
+
+    Args:
+        stage: The stage that takes them.
+        source: Who offers them.
+        offered: What is offered.
+        own: What the stage expects, as texts of `TensorSpec`.
+
+    Raises:
+        StageShapeError: Names every value that differs.
+    """
+    got = [str(spec) for spec in offered]
+    if got == list(own):
+        return
+    raise StageShapeError(
+        f"stage {stage}: expected inputs {', '.join(own)}, got {', '.join(got)} from "
+        f"{source}. Make shapes and dtypes equal: check the batch size, the number of "
+        "microbatches and the model's split."
+    )
+
+
+def check_kwargs(kwargs: Mapping[str, Any], plans: Sequence[StagePlan]) -> None:
+    """Refuse keyword arguments that no stage of the rank takes."""
+    unknown = [name for name in kwargs if not any(plan.takes(name) for plan in plans)]
+    if unknown:
+        stages = names_of_stages([plan.stage for plan in plans])
+        raise ValueError(
+            f"step: expected keyword arguments that {stages} of this rank takes, got "
+            f"{', '.join(unknown)}. Pass them on the rank of the stage that takes them."
+        )
+
+
+def names_of_stages(stages: Sequence[int]) -> str:
+    """Return e.g. "stages 0, 2"."""
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+
+
+def describe_all(values: Sequence[Tensor]) -> tuple[str, ...]:
+    """Return the texts that specs of `values` have."""
+    return tuple(str(TensorSpec.of(x, (None,) * x.dim(), False)) for x in values)
+
+
+def _first_rows(values: Sequence[Tensor]) -> int:
+    """Return the rows of a microbatch, by its first tensor."""
+    return values[0].shape[0] if values and values[0].dim() else 1

@@ -1,0 +1,88 @@
+"""What makes one step of another kind than the next, and needs programs of its own."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_xla_pp.graph import Captured, Template
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What a schedule passes in for a microbatch.
+
+    Args:
+        template: Positional and keyword arguments, with slots in place of tensors.
+        tensors: Shape and dtype of each of these.
+    """
+
+    template: Template
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    def __str__(self) -> str:
+        texts = [f"{str(d).removeprefix('torch.')}{list(s)}" for s, d in self.tensors]
+        args, kwargs = self.template.fill([_Text(text) for text in texts])
+        named = [f"{name}={value}" for name, value in kwargs.items()]
+        return f"({', '.join([*map(str, args), *named])})"
+
+    @classmethod
+    def of(
+        cls, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> tuple["Arguments", list[Tensor]]:
+        """Return what describes arguments, and the tensors among them."""
+        template, tensors = Template.of((tuple(args), dict(kwargs or {})))
+        return cls(template, tuple((tuple(x.shape), x.dtype) for x in tensors)), tensors
+
+    def fill(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Return such arguments, with `tensors` in place."""
+        args, kwargs = self.template.fill(tensors)
+        return args, kwargs
+
+
+class _Text(str):
+    """A text that prints without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class Mode(NamedTuple):
+    """What changes a module's forward besides its inputs.
+
+    Attributes:
+        state: Number of the Python values that it reads, see `Captured`: training
+            mode, hooks, numbers, `requires_grad` and more.
+        autocast: The dtype of autocast, None where it is off.
+    """
+
+    state: int
+    autocast: torch.dtype | None
+
+    @classmethod
+    def of(cls, captured: Captured) -> "Mode":
+        """Return the present mode of a module."""
+        return cls(captured.number(), autocast_dtype())
+
+
+def autocast_dtype() -> torch.dtype | None:
+    """Return the dtype of autocast, None where it is off."""
+    is_on = torch.is_autocast_enabled("xla")
+    return torch.get_autocast_dtype("xla") if is_on else None
+
+
+class KindNumbers:
+    """The numbers that the first stage gives to the kinds of a schedule's steps."""
+
+    def __init__(self) -> None:
+        self._known: list[Any] = []
+
+    def number(self, kind: Any) -> int:
+        """Return the number of a kind, a new one if none like it came before."""
+        if kind not in self._known:
+            self._known.append(kind)
+        return self._known.index(kind)

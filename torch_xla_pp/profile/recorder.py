@@ -1,0 +1,148 @@
+"""What one rank does in a step, noted while it does it.
+
+With the in-graph transport the programs note their own times, once they have been
+told by a *mark* which action they are part of. With the host transport the times are
+those of the host: an action begins when Python comes to it, and ends when the device
+has run its programs, for which Python waits.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.compile import MARK
+from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.mesh import Tiling
+from torch_xla_pp.runtime import Marks, SavedValues
+from torch_xla_pp.schedule import Action
+from torch_xla_pp.transport import (
+    Event,
+    Message,
+    Record,
+    ShardLayout,
+    part_sizes,
+    recording,
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class Dispatch:
+    """What an action cost the host.
+
+    Args:
+        returned_ns: When its program was enqueued.
+        cpu_ns: Time of the processor that the main thread took for the action.
+    """
+
+    returned_ns: int
+    cpu_ns: int
+
+
+class StepRecorder:
+    """An observer that notes what one rank does in one step.
+
+    Args:
+        saved: What the rank's stages keep for their backwards.
+        has_marks: Whether programs note their times themselves.
+
+    Attributes:
+        records: What was noted, of programs once `listening` has ended.
+        dispatched: The actions, in their order.
+        peak_bytes: The most bytes that were saved, of all stages together.
+    """
+
+    def __init__(self, saved: Sequence[SavedValues], has_marks: bool) -> None:
+        self._saved = saved
+        self._has_marks = has_marks
+        self.records: list[Record] = []
+        self.dispatched: dict[Action, Dispatch] = {}
+        self.peak_bytes = 0
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Keep what programs note in the block."""
+        if not self._has_marks:
+            yield
+            return
+        recording.start()
+        try:
+            yield
+            xla_compat.flush()
+        finally:
+            self.records += recording.stop()
+
+    @contextlib.contextmanager
+    def action(self, action: Action, *, is_rest: bool = False) -> Iterator[Marks]:
+        """Note one action, which the block enqueues with the marks that it is given.
+
+        Args:
+            action: The action.
+            is_rest: Whether this is a part of the action that comes after the rest.
+
+        Raises:
+            PipelineError: The action is noted for the second time.
+        """
+        if action in self.dispatched and not is_rest:
+            raise PipelineError(
+                f"profile_step: expected one step in the block, got {action} for the "
+                "second time. Use a block for each step."
+            )
+        self._count_bytes()
+        name = action.kind, action.stage, action.microbatch
+        self._note(Event.BEGAN, *name)
+        cpu_ns = time.thread_time_ns()
+        yield {MARK: recording.mark(*name)} if self._has_marks else {}
+        self._count_host(action, time.thread_time_ns() - cpu_ns)
+        if not self._has_marks:
+            xla_compat.wait_device()
+        self._note(Event.ENDED, *name)
+        self._count_bytes()
+
+    def _count_host(self, action: Action, cpu_ns: int) -> None:
+        now_ns = time.monotonic_ns()
+        cost = self.dispatched.setdefault(
+            action, Dispatch(returned_ns=now_ns, cpu_ns=0)
+        )
+        cost.cpu_ns += cpu_ns
+
+    def sent(
+        self,
+        message: Message,
+        values: Sequence[Tensor],
+        there: Sequence[Tiling] | None = None,
+    ) -> None:
+        """Note what has gone through the host; `there` is how it lies on the peer."""
+        layouts = [ShardLayout.of_tensor(value) for value in values]
+        num_bytes = sum(part_sizes(layouts, there))
+        self._note(Event.SENT, *message, num_bytes=num_bytes)
+
+    @contextlib.contextmanager
+    def receiving(self, message: Message) -> Iterator[None]:
+        """Note what comes through the host."""
+        self._note(Event.ASKED, *message)
+        yield
+        self._note(Event.ARRIVED, *message)
+
+    def _note(
+        self,
+        event: Event,
+        kind: str,
+        stage: int,
+        microbatch: int,
+        origin: int = -1,
+        num_bytes: int = 0,
+    ) -> None:
+        """Note what programs do not."""
+        if not self._has_marks:
+            time_ns = time.monotonic_ns()
+            self.records.append(
+                Record(event, time_ns, kind, stage, microbatch, origin, num_bytes)
+            )
+
+    def _count_bytes(self) -> None:
+        held = sum(saved.num_bytes for saved in self._saved)
+        self.peak_bytes = max(self.peak_bytes, held)

@@ -1,0 +1,457 @@
+"""What one rank does under one schedule: how its steps begin and end, and its actions.
+
+    begin_step     errors of others, leftovers, parameters onto the device
+    prepare        before the first step: agree with the other ranks on the stages
+    (first F)      at the first forward of a step: of which kind it is; a new kind is
+                   planned, compiled, and agreed on
+    action         one action of a stage; its errors reach all ranks
+    end_step       gradients are averaged and published, once nothing went wrong
+
+Law: gradients are scaled once. The derivative of the loss is divided by the number of
+microbatches before it enters the last stage's backward.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, final
+
+import torch
+from torch import nn
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.compile import CompiledStage, StageKind
+from torch_xla_pp.dump import dump
+from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.plan import Claim, StagePlan
+from torch_xla_pp.runtime.agreement import Agreement
+from torch_xla_pp.runtime.gradients.finish import combine
+from torch_xla_pp.runtime.gradients.replicas import agree_on_replicas
+from torch_xla_pp.runtime.gradients.tied import check_separate
+from torch_xla_pp.runtime.links import Links
+from torch_xla_pp.runtime.loss import StageLoss
+from torch_xla_pp.runtime.observer import NOBODY, Marks, Observer, shown_as
+from torch_xla_pp.runtime.outputs import StageOutputs
+from torch_xla_pp.runtime.saved import SavedValues
+from torch_xla_pp.runtime.stage_model import StageModel
+from torch_xla_pp.runtime.step_plans import StepPlans
+from torch_xla_pp.runtime.steps_ahead import StepsAhead
+from torch_xla_pp.runtime.torch_compat import (
+    SilentStage,
+    StepCall,
+    TorchSchedule,
+    calling_step,
+    drop_outputs,
+    grad_scale,
+    guard_step,
+    local_stages,
+    loss_function,
+    merge_outputs_as,
+    merge_outputs_by,
+    merge_spec,
+    num_microbatches,
+    order_of,
+    rank_of,
+    set_loss_function,
+)
+from torch_xla_pp.runtime.wrong_input import check_batch
+from torch_xla_pp.schedule import Action, Kind, verify
+from torch_xla_pp.transport import LinkedGroups, XlaPpProcessGroup
+
+
+class LocalStage(Protocol):
+    """A stage as its rank sees it."""
+
+    stage_index: int
+    num_stages: int
+    has_backward: bool
+    num_steps: int
+    submod: nn.Module
+    model: StageModel
+    saved: SavedValues
+    outputs: StageOutputs
+    process_group: XlaPpProcessGroup
+    groups: LinkedGroups
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether no stage comes after it."""
+
+    def begin_step(self, rank: "RankPipeline", *, wants_outputs: bool) -> None:
+        """Begin a step under a schedule."""
+
+    def drop_leftovers(self) -> None:
+        """Drop what a failed step has left."""
+
+    def explain(self) -> object:
+        """Return what the stage costs, to be printed."""
+
+
+class Run(NamedTuple):
+    """What an action runs.
+
+    Attributes:
+        plan: What the stage takes in this kind of step.
+        compiled: Its programs.
+        links: What it exchanges with other stages.
+        marks: What the programs are given to note their times, if anybody watches.
+    """
+
+    plan: StagePlan
+    compiled: CompiledStage[Links]
+    links: Links
+    marks: Marks
+
+
+@final
+class RankPipeline:
+    """The stages of one rank under one schedule; made once for both.
+
+    Args:
+        schedule: What drives the stages.
+
+    Attributes:
+        schedule: As given.
+        stages: The stages, in the schedule's order.
+        observer: Who watches the actions.
+        num_microbatches: Microbatches of a step.
+    """
+
+    def __init__(self, schedule: TorchSchedule) -> None:
+        self.schedule = schedule
+        self.stages: list[LocalStage] = local_stages(schedule)
+        _check_stages(self.stages)
+        self.observer: Observer = NOBODY
+        self.num_microbatches = num_microbatches(schedule)
+        self._groups = list({s.groups.key: s.groups for s in self.stages}.values())
+        self._activity = self._groups[0].activity
+        self._process_group = self.stages[0].process_group
+        self._merge_spec = merge_spec(schedule)
+        self._loss = self._take_loss()
+        self._plans: StepPlans | None = None
+        self._ahead: StepsAhead | None = None
+        # The stages in the kind of this step, by index.
+        self._current: dict[int, StageKind[Links]] = {}
+        # Stages that the schedule has not cleared yet in this step.
+        self._expected: set[int] = set()
+        self._num_done: dict[int, int] = {}
+
+    @classmethod
+    def of(cls, schedule: TorchSchedule) -> "RankPipeline":
+        """Return that of a schedule, made at the first call."""
+        found: RankPipeline = rank_of(schedule, cls)
+        return found
+
+    @staticmethod
+    def required(rank: "RankPipeline | None", stage: int) -> "RankPipeline":
+        """Return what drives a stage.
+
+        Raises:
+            PipelineError: Nothing does yet.
+        """
+        if rank is None:
+            raise PipelineError(
+                f"stage {stage}: expected a schedule to have started a step. Call the "
+                "schedule's step or eval."
+            )
+        return rank
+
+    @classmethod
+    def calling(cls) -> "RankPipeline | None":
+        """Begin a step of torch's schedule that calls, and return its rank's part."""
+        call = calling_step()
+        if call is None:
+            return None
+        rank = cls.of(call.schedule)
+        guard_step(call.schedule, rank.reporting, rank.end_step)
+        rank.begin_step(call)
+        return rank
+
+    # A step.
+
+    def begin_step(self, call: StepCall) -> None:
+        """Begin a step, before its batch is cut.
+
+        Raises:
+            Exception: A peer has reported a failure, or something is not as it was.
+        """
+        number = max(stage.num_steps for stage in self.stages) + 1
+        self._activity.begin_step(number)
+        with self.reporting():
+            for groups in self._groups:
+                groups.check()
+            check_batch(call.batch)
+            self._num_done = dict.fromkeys((s.stage_index for s in self.stages), 0)
+            self._current = {}
+            for stage in self.stages:
+                stage.drop_leftovers()
+            if self._plans is not None and self._ahead is not None:
+                self._plans.begin_step()
+                self._ahead.begin_step()
+            self._process_group.transport.settle()
+            for stage in self.stages:
+                stage.begin_step(self, wants_outputs=call.wants_outputs)
+            self._expected = {stage.stage_index for stage in self.stages}
+
+    def is_beginning(self, stage: int) -> bool:
+        """Return, once a step for each stage, that its step has just begun."""
+        is_expected = stage in self._expected
+        self._expected.discard(stage)
+        return is_expected
+
+    def end_step(self) -> None:
+        """End a step of this rank, after the last action of all its stages.
+
+        Gradients are published only once it is known that nothing went wrong.
+        """
+        with self.reporting():
+            if any(stage.has_backward for stage in self.stages):
+                combine([stage.model.gradients for stage in self.stages])
+            self._process_group.transport.settle()
+            for stage in self.stages:
+                stage.model.state.publish_grads()
+                self._describe_once(stage)
+            if self._ahead is not None:
+                self._ahead.end_step()
+            self._activity.end_step()
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Let the other ranks know of an error that stops this one."""
+        try:
+            with contextlib.ExitStack() as stack:
+                for groups in self._groups:
+                    stack.enter_context(groups.reporting())
+                yield
+        except BaseException:
+            self._expected.clear()
+            for stage in self.stages:
+                stage.model.state.roll_back()
+            raise
+
+    # Before the first step.
+
+    def prepare(self) -> None:
+        """Agree with the other ranks on the stages and where they are, once.
+
+        What will be sent is agreed on at the first forward of each kind of step, see
+        `StepPlans.find`: it needs the arguments of all stages.
+
+        Raises:
+            PlanError: The ranks do not build one pipeline.
+            ScheduleError: The order of actions cannot run, see `schedule.verify`.
+        """
+        if self._plans is not None:
+            return
+        with self.reporting():
+            self._prepare()
+
+    def _prepare(self) -> None:
+        stages, group = self.stages, self._process_group
+        check_separate({stage.stage_index: stage.submod for stage in stages})
+        order = order_of(self.schedule)
+        claim = Claim(
+            stages=tuple(stage.model.claim() for stage in stages),
+            num_stages=stages[0].num_stages,
+            num_microbatches=self.num_microbatches,
+            schedule=type(self.schedule).__name__,
+            order="" if order is None else order.digest(),
+            transport=group.transport.name,
+            replica=stages[0].model.replica,
+        )
+        agreement = Agreement.on(group.rendezvous, claim)
+        wiring = agreement.wiring
+        if order is not None:
+            dump("schedule.csv", order.to_csv)
+            verify(
+                order,
+                wiring.edges(),
+                placement=dict(enumerate(wiring.ranks)),
+                num_microbatches=self.num_microbatches,
+                carriers=wiring.carriers(),
+            )
+        agree_on_replicas(
+            {stage.stage_index: stage.model.replicas for stage in stages},
+            stages[0].num_stages,
+        )
+        plans = StepPlans(
+            agreement, [stage.model for stage in stages], self.num_microbatches
+        )
+        plans.begin_step()
+        mine = [stage.stage_index for stage in stages]
+        self._ahead = StepsAhead(
+            group,
+            agreement.key,
+            sources=[wiring.ranks[p] for s in mine for p in wiring.producers(s)],
+            takers=[wiring.ranks[c] for s in mine for c in wiring.consumers(s)],
+        )
+        for stage in stages:
+            stage.model.connect(wiring)
+        self._plans = plans
+
+    # Actions.
+
+    def run(self, stage: LocalStage, marks: Marks | None = None) -> Run:
+        """Return what an action of a stage runs in this step.
+
+        Raises:
+            PipelineError: No forward has begun the step.
+        """
+        if not self._current:
+            raise PipelineError(
+                f"stage {stage.stage_index}: expected a forward before a backward of a "
+                "step. Correct the schedule's order."
+            )
+        kind = self._current[stage.stage_index]
+        compiled = kind.compiled(stage.model.mode)
+        return Run(kind.plan, compiled, compiled.links, marks or {})
+
+    def _begin_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Find out of which kind this step is, at its first forward."""
+        if self._loss is not None:
+            self._loss.begin_step()
+        if self._plans is None:
+            raise PipelineError(
+                "step: expected stages that were prepared, got a forward before. Let "
+                "the schedule's step or eval call it."
+            )
+        self._current = self._plans.find(args, kwargs)
+        for stage in self.stages:
+            compiled = self.run(stage).compiled
+            if compiled.lacking and stage.has_backward:
+                raise PipelineError(
+                    f"stage {stage.stage_index}: its outputs need gradients now, but "
+                    "later stages were told that they do not. Make a new schedule on "
+                    "every rank after requires_grad was changed."
+                )
+            if stage.is_last:
+                self._choose_merge(stage, compiled)
+
+    def _choose_merge(self, stage: LocalStage, compiled: CompiledStage[Links]) -> None:
+        """Let the schedule return the outputs of this step as it is to."""
+        if not stage.outputs.is_wanted:
+            drop_outputs(self.schedule)
+        elif self._merge_spec is not None:
+            merge_outputs_by(self.schedule, self._merge_spec)
+        else:
+            shapes = [spec.shape for spec in compiled.outputs]
+            template = compiled.programs.output_template
+            merge_outputs_as(self.schedule, template, shapes)
+
+    def seed(self, stage: LocalStage, plan: StagePlan, microbatch: int) -> int:
+        """Return the seed of a stage's random numbers for one microbatch.
+
+        All stages draw from one sequence per microbatch, each where the stages before
+        it end, so that the numbers do not depend on where the model is split. Those
+        of replicas differ, as if their batches were parts of one.
+        """
+        replica, _ = stage.model.replica
+        number = replica * plan.num_microbatches + microbatch
+        key = (torch.initial_seed(), stage.num_steps, number)
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "big")
+        return xla_compat.advanced_seed(seed, plan.random_before)
+
+    def is_lowest(self, stage: int) -> bool:
+        """Return whether a stage is the first of this rank's, which gets arguments."""
+        return stage == min(own.stage_index for own in self.stages)
+
+    @contextlib.contextmanager
+    def action(
+        self,
+        stage: LocalStage,
+        kind: Kind,
+        microbatch: int,
+        given: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    ) -> Iterator[Run]:
+        """Run an action of a stage; an error in it is told to all ranks.
+
+        Args:
+            stage: The stage.
+            kind: What it does.
+            microbatch: Index of the microbatch.
+            given: Arguments that the schedule passes to a forward.
+        """
+        action = Action(stage=stage.stage_index, kind=kind, microbatch=microbatch)
+        with (
+            self.reporting(),
+            self._activity.within(f"{action}, microbatch {microbatch}"),
+        ):
+            if given is not None and not self._current:
+                self._begin_kind(*given)
+            with shown_as(f"PP:{action}"), self.observer.action(action) as marks:
+                run = self.run(stage, marks)
+                yield run
+            if kind in "BW":
+                self._num_done[stage.stage_index] += 1
+                if self._num_done[stage.stage_index] == self.num_microbatches:
+                    # Sums travel to replicas while other stages still compute.
+                    stage.model.gradients.end_backwards(
+                        run.compiled.programs, run.compiled.sizes
+                    )
+
+    # The loss.
+
+    def _take_loss(self) -> StageLoss | None:
+        """Let the schedule call this rank for the loss, if it has the last stage."""
+        function = loss_function(self.schedule)
+        last = [stage for stage in self.stages if stage.is_last]
+        if function is None or not last:
+            return None
+        (stage,) = last
+        loss = StageLoss(function, stage.model.world, grad_scale(self.schedule))
+
+        def compute(output: Any, target: Any) -> Any:
+            with self.reporting():
+                return self._score(stage, loss, output, target)
+
+        set_loss_function(self.schedule, compute)
+        return loss
+
+    def _score(
+        self, stage: LocalStage, loss: StageLoss, output: Any, target: Any
+    ) -> Any:
+        """Compute a loss right after the forward of its microbatch."""
+        run = self.run(stage)
+        action = Action(
+            stage=stage.stage_index, kind="F", microbatch=stage.outputs.last
+        )
+        with self.observer.action(action, is_rest=True) as marks:
+            return stage.outputs.score(
+                loss,
+                run.plan,
+                run.compiled,
+                output,
+                target,
+                is_trained=stage.has_backward,
+                marks=marks,
+            )
+
+    @property
+    def grad_scale(self) -> float:
+        """Return what the gradient of each microbatch is multiplied by."""
+        return grad_scale(self.schedule)
+
+    @property
+    def has_loss(self) -> bool:
+        """Return whether the loss of every microbatch will be computed here."""
+        return self._loss is not None
+
+    def _describe_once(self, stage: LocalStage) -> None:
+        """Write down what each kind of step costs, when the first one is done."""
+        if not self._current:
+            return
+        kind = self._current[stage.stage_index]
+        if not kind.is_described:
+            kind.is_described = True
+            dump(f"stage{stage.stage_index}.txt", lambda: str(stage.explain()))
+
+
+def _check_stages(stages: Sequence[Any]) -> None:
+    """Refuse stages of another package."""
+    foreign = [type(x).__name__ for x in stages if not isinstance(x, SilentStage)]
+    if foreign:
+        raise TypeError(
+            f"schedule: expected stages of torch_xla_pp, got {', '.join(foreign)}. "
+            "Make them by Pipe.build_stage or as torch_xla_pp.PipelineStage."
+        )

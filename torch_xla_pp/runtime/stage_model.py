@@ -1,0 +1,318 @@
+"""A stage's module on its rank: its values, its gradients, and its programs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.compile import (
+    CompiledStage,
+    Explanation,
+    Remat,
+    StageCompiler,
+    StageKind,
+    StagePrograms,
+    StageSource,
+    bytes_of,
+    check_remat,
+    costs_of,
+    device_bytes,
+    input_role,
+    name_in_module,
+    parameter_role,
+)
+from torch_xla_pp.errors import StageShapeError
+from torch_xla_pp.graph import Baked, Captured, Template, follow_mode
+from torch_xla_pp.mesh import AxisRules, BatchAxis, Sharding, TensorSpec, Tiling
+from torch_xla_pp.plan import (
+    Arguments,
+    InputsFrom,
+    Mode,
+    StageClaim,
+    StageInputs,
+    StagePlan,
+    StagePlanner,
+    Value,
+    Wiring,
+    describe_all,
+)
+from torch_xla_pp.runtime.channels import Endpoint
+from torch_xla_pp.runtime.gradients.finish import StageGradients
+from torch_xla_pp.runtime.gradients.replicas import Replicas, group_of_replicas
+from torch_xla_pp.runtime.gradients.tied import TiedParameters, separated
+from torch_xla_pp.runtime.links import Links, StageValues
+from torch_xla_pp.runtime.module_state import ModuleState
+from torch_xla_pp.runtime.observer import Observer
+from torch_xla_pp.runtime.wrong_input import free_parameters, matched_patterns
+from torch_xla_pp.transport import LinkedGroups, Message, XlaPpProcessGroup
+from torch_xla_pp.world import World
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedModel:
+    """What a stage knows of the traced model that it was cut out of.
+
+    Args:
+        shapes: Name → shape of what all stages have.
+        baked: What the trace has built in, None if that is not known.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    baked: Baked | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageOptions:
+    """How a stage is built; see `PipelineStage` for the arguments."""
+
+    mesh: Any | None
+    sharding: Sharding | None
+    batch_axis: BatchAxis
+    remat: Remat
+    inputs_from: InputsFrom | None
+    tied: Mapping[str, str] | None
+    input_args: Sequence[Tensor] | None
+    output_args: Sequence[Tensor] | None
+    traced: TracedModel | None
+
+
+class StageModel:
+    """A stage's module on its rank.
+
+    Args:
+        module: The module; moved to the device in place.
+        stage: Index of the stage.
+        num_stages: Number of stages of the pipeline.
+        group: The ranks of the pipeline.
+        replicas: The ranks that run the stage in each replica, None if there is one.
+        options: How the stage is built.
+
+    Attributes:
+        index: Index of the stage.
+        is_first: Whether no stage comes before it.
+        is_last: Whether no stage comes after it.
+        world: The devices of its rank.
+        state: Its parameters and buffers.
+        gradients: The sums of their gradients, and who else has some.
+        replicas: The same stage of other pipelines, None if there are none.
+        planner: What its plans follow from.
+        mode: The mode that its module was in when it was last looked at.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stage: int,
+        num_stages: int,
+        group: XlaPpProcessGroup,
+        replicas: XlaPpProcessGroup | None,
+        options: StageOptions,
+    ) -> None:
+        check_remat(options.remat)
+        self._module = module
+        self.index = stage
+        self.is_first, self.is_last = stage == 0, stage == num_stages - 1
+        self._inputs = StageInputs.of(stage, options.inputs_from)
+        sharding = {} if options.sharding is None else options.sharding
+        tied, traced = options.tied or {}, options.traced
+        rules = sharding if isinstance(sharding, AxisRules) else None
+        shapes = None if traced is None else traced.shapes
+        self.world = World(options.mesh, options.batch_axis, rules)
+        # Before parameters have a new life on the device.
+        self._patterns = matched_patterns(rules, module, shapes)
+        self._mirrors = separated(module, tied)
+        self.state = ModuleState(
+            module, self.world, {} if sharding is None else sharding, shapes
+        )
+        self._transport = group.transport
+        self._endpoint = Endpoint(group)
+        self._tied = TiedParameters(stage, module, tied, self._endpoint)
+        self.replicas = None if replicas is None else Replicas(stage, module, replicas)
+        self.gradients = StageGradients(
+            state=self.state,
+            group=group,
+            tied=self._tied,
+            replicas=self.replicas,
+        )
+        self.planner = StagePlanner(
+            stage=stage,
+            layout=self.world.layout,
+            free_parameters=lambda *taken: free_parameters(module, *taken),
+            expected_inputs=_texts(options.input_args),
+        )
+        self._captured = Captured(module)
+        self._source: StageSource[Links] = StageSource(
+            module=module,
+            captured=self._captured,
+            world=self.world,
+            fixed=self.state,
+            link=self._link,
+            remat=options.remat,
+            is_last=self.is_last,
+            expected_outputs=_texts(options.output_args),
+        )
+        own = Baked(self._captured, has_hooks=True)
+        self._baked = [traced.baked, own] if traced and traced.baked else []
+        self._wiring: Wiring | None = None
+        self.mode = Mode.of(self._captured)
+
+    # Before the first step.
+
+    def claim(self) -> StageClaim:
+        """Return what the stage is, for the other ranks."""
+        return StageClaim(
+            index=self.index,
+            inputs=self._inputs,
+            shared=self._tied.describe(),
+            tilings=self._tied.tilings(),
+            patterns=self._patterns,
+        )
+
+    def connect(self, wiring: Wiring) -> None:
+        """Make ready for messages of other stages, which are now known."""
+        self._wiring = wiring
+        me = self.index
+        for producer in wiring.producers(me):
+            message = Message("F", me, 0, producer)
+            self._transport.expect(message, wiring.ranks[producer])
+        for consumer in wiring.consumers(me):
+            message = Message("B", me, 0, consumer)
+            self._transport.expect(message, wiring.ranks[consumer])
+        self._tied.connect(wiring)
+        copies = self._tied.copies(wiring)
+        self.state.copies = {parameter_role(name) for name in copies}
+
+    # At the begin of a step.
+
+    def begin_step(self, observer: Observer) -> None:
+        """Bring what the user has changed onto the device.
+
+        Args:
+            observer: Who watches what goes through the host.
+        """
+        self._endpoint.observer = observer
+        for mirror in self._mirrors:
+            mirror.follow()
+        self.state.begin_step()
+
+    def drop_leftovers(self) -> None:
+        """Drop the messages that a failed step has left."""
+        self._endpoint.forget(self.index)
+        if self.replicas is not None:
+            self.replicas.forget()
+
+    def look(self) -> Mode:
+        """Look at the mode that the module is in."""
+        follow_mode(self._module)
+        for baked in self._baked:
+            baked.check()
+        self.mode = Mode.of(self._captured)
+        return self.mode
+
+    def kind_of_step(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Arguments, Mode]:
+        """Return what makes the kind of a step, for the first stage."""
+        arguments, _ = Arguments.of(args, kwargs)
+        return arguments, self.mode
+
+    def compiler(self, plan: StagePlan) -> StageCompiler[Links]:
+        """Return what compiles the stage for a plan."""
+        return StageCompiler(self._source, plan)
+
+    def tilings(self, kind: StageKind[Links]) -> dict[Value, Tiling]:
+        """Return how what the stage takes and makes is tiled over this rank."""
+        held = kind.plan.held(kind.compiled(self.mode).outputs)
+        layout = self.world.shard_layout
+        return {value: layout(spec).tiling for value, spec in held.items()}
+
+    # In a step.
+
+    def with_sums(self, programs: StagePrograms) -> dict[str, Tensor]:
+        """Return the stage's values, with the sums of gradients so far."""
+        return {**self.state.values(), **self.state.sums(programs)}
+
+    def given(
+        self,
+        plan: StagePlan,
+        microbatch: int,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> dict[str, Tensor]:
+        """Return what the schedule passes in for one microbatch, as device data.
+
+        Raises:
+            StageShapeError: It is not what this kind of step takes.
+        """
+        own = {k: v for k, v in kwargs.items() if plan.takes(k)}
+        arguments, outside = Arguments.of(args, own)
+        if arguments != plan.given_arguments:
+            raise StageShapeError(
+                f"stage {self.index}, microbatch {microbatch}: expected "
+                f"arguments {plan.given_arguments}, got {arguments}. "
+                "Use a batch that divides into equal microbatches; arguments of a "
+                "later stage may change only when the first stage's do."
+            )
+        given = [
+            self.world.pin(value, spec.partition)
+            for value, spec in zip(outside, plan.given, strict=True)
+        ]
+        xla_compat.materialize(given)
+        first = len(plan.received)
+        return {input_role(i): value for i, value in enumerate(given, first)}
+
+    # When asked.
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """Return which replica of the pipeline this is, and of how many."""
+        found = self.replicas
+        return (0, 1) if found is None else (found.index, found.group.size())
+
+    def explain(self, plan: StagePlan, compiled: CompiledStage[Links]) -> Explanation:
+        """Return what the stage costs on each device in a kind of step."""
+        mesh = self.world.local
+        programs = {**self.state.programs, **compiled.programs.compiled}
+        return Explanation(
+            stage=self.index,
+            num_parameters=sum(p.numel() for p in self._module.parameters()),
+            parameter_bytes=sum(device_bytes([*self.state.fixed.values()])),
+            received_bytes=bytes_of(plan.received, mesh),
+            sent_bytes=bytes_of(compiled.outputs, mesh),
+            programs=costs_of(programs, mesh),
+            reduced_per_microbatch={
+                name_in_module(role): reason
+                for role, reason in compiled.programs.reduced_per_microbatch.items()
+            },
+            moves=tuple(compiled.links.moves()),
+        )
+
+    def _link(
+        self, plan: StagePlan, outputs: tuple[TensorSpec, ...], output: Template
+    ) -> Links:
+        """Return what is exchanged with other stages."""
+        if self._wiring is None:
+            raise RuntimeError(f"stage {self.index}: its edges are not connected")
+        fans = {**plan.fans, self.index: self._wiring.fan(self.index, output)}
+        values = StageValues(self.index, plan.values, plan.received, outputs, fans)
+        return Links(values, self._endpoint.open, self.world)
+
+
+def linked_groups(
+    group: XlaPpProcessGroup, replicas: dist.ProcessGroup | None
+) -> tuple[LinkedGroups, XlaPpProcessGroup | None]:
+    """Return the groups that a stage works with, and that of its replicas.
+
+    Raises:
+        ValueError: The replicas are of the pipeline itself, or of another backend.
+    """
+    with group.rendezvous.reporting():
+        others = group_of_replicas(replicas, group)
+    return LinkedGroups(group, others), others
+
+
+def _texts(values: Sequence[Tensor] | None) -> tuple[str, ...] | None:
+    return None if values is None else describe_all(values)

@@ -1,0 +1,128 @@
+"""The kinds of a rank's steps: each is planned, compiled and agreed on once."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torch_xla_pp.compile import StageCompiler, StageKind
+from torch_xla_pp.plan import check_kwargs
+from torch_xla_pp.runtime.agreement import Agreement, StepKinds
+from torch_xla_pp.runtime.links import Links
+from torch_xla_pp.runtime.stage_model import StageModel
+
+_MANY_PLANS = 8
+
+_logger = logging.getLogger(__name__)
+
+
+class StepPlans:
+    """The kinds of steps of one rank under one schedule.
+
+    Args:
+        agreement: What all ranks agreed on.
+        stages: The rank's stages.
+        num_microbatches: Microbatches of a step.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        stages: Sequence[StageModel],
+        num_microbatches: int,
+    ) -> None:
+        self._agreement = agreement
+        self._numbers = StepKinds(agreement)
+        self._stages = sorted(stages, key=lambda stage: stage.index)
+        self._num_microbatches = num_microbatches
+        # Number of the kind → the stages in it, by index.
+        self._known: dict[int, dict[int, StageKind[Links]]] = {}
+        self._num_compiled: dict[int, int] = {}
+
+    def begin_step(self) -> None:
+        """Count a step; every rank must call it once a step."""
+        self._numbers.begin_step()
+
+    def find(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[int, StageKind[Links]]:
+        """Return the stages, by index, in the kind of this step; at its first forward.
+
+        All stages of a rank do so at once and in their order, whichever runs first: a
+        stage waits for what earlier ones offer. Nothing of a new kind is run before
+        all ranks have their plans.
+
+        Args:
+            args: Positional arguments of a microbatch, for the first of the stages.
+            kwargs: Keyword arguments, for all stages.
+        """
+        found: dict[int, StageKind[Links]] = {}
+        for stage in self._stages:
+            mode = stage.look()
+            own = () if found else args
+            if stage.is_first:
+                self._numbers.announce(stage.kind_of_step(own, kwargs))
+            number = self._numbers.current()
+            if number in self._known:
+                kind = self._known[number][stage.index]
+            else:
+                kind = self._planned(stage, number, own, kwargs)
+            kind.compiled(mode)
+            found[stage.index] = kind
+        check_kwargs(kwargs, [kind.plan for kind in found.values()])
+        number = self._numbers.current()
+        if number not in self._known:
+            self._agree_on_tilings(found)
+            self._known[number] = found
+        for stage in self._stages:
+            self._warn_of_many(stage.index)
+        return found
+
+    def _planned(
+        self,
+        stage: StageModel,
+        number: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> StageKind[Links]:
+        """Take the offers of earlier stages, and make one to later ones."""
+        plan = self._agreement.plan(
+            stage.planner, number, self._num_microbatches, args, kwargs
+        )
+        compilers = [kinds[stage.index].compiler for kinds in self._known.values()]
+        like = [compiler for compiler in compilers if plan.is_like(compiler.plan)]
+        compiler = like[0] if like else stage.compiler(plan)
+        kind = StageKind(plan=plan, compiler=compiler)
+        offer = kind.offer(stage.mode)
+        if not stage.is_last:
+            self._agreement.offer(number, stage.index, offer)
+        return kind
+
+    def _agree_on_tilings(self, kinds: dict[int, StageKind[Links]]) -> None:
+        """Tell how values are tiled over this rank, and learn it of the others."""
+        own = {s.index: s.tilings(kinds[s.index]) for s in self._stages}
+        told = self._agreement.exchange_tilings(own)
+        for kind in kinds.values():
+            kind.compiler.agree(told)
+
+    def _compilers(self, stage: int) -> list[StageCompiler[Links]]:
+        """Return what compiles a stage for the kinds that are known."""
+        found = (kinds[stage].compiler for kinds in self._known.values())
+        return list({id(compiler): compiler for compiler in found}.values())
+
+    def _warn_of_many(self, stage: int) -> None:
+        """Warn when a stage has programs for more and more kinds of steps."""
+        compilers = {
+            id(x): x for x in (k[stage].compiler for k in self._known.values())
+        }
+        count = sum(len(compiler.compiled) for compiler in compilers.values())
+        if count > max(_MANY_PLANS, self._num_compiled.get(stage, 0)):
+            _logger.warning(
+                "stage %d: programs for %d kinds of steps (shapes, other arguments, "
+                "autocast, and training mode, hooks, requires_grad, numbers and all "
+                "else that forward reads) are compiled and kept. Each new one costs a "
+                "compilation: pad batches to few shapes, and keep what changes often "
+                "in buffers.",
+                stage,
+                count,
+            )
+        self._num_compiled[stage] = count

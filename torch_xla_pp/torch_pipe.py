@@ -1,0 +1,74 @@
+"""The only place that touches private parts of torch 2.9's tracer and `Pipe`."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.pipelining import Pipe, SplitPoint
+from torch.distributed.pipelining._IR import (
+    MultiUseParameterConfig,
+    _modify_graph_op_device,
+    annotate_split_points,
+    aten_pipe_split_alias,
+)
+
+__all__ = ["SPLIT_MARK", "Pipe", "move_factories_to", "trace_and_split"]
+
+SPLIT_MARK = aten_pipe_split_alias
+
+
+def trace_and_split(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    split_spec: dict[str, SplitPoint],
+    policy: Callable[[fx.GraphModule], fx.GraphModule],
+) -> Pipe:
+    """Trace a model with upstream's tracer and cut it where `policy` puts marks.
+
+    As upstream's `pipeline`, but it takes both split points and a policy, undoes its
+    changes to `module`, and finds each parameter under the one name that the trace
+    has for it: among several names of a parameter upstream takes one by the order of
+    a set, which may be one that the stage lacks. Warnings of upstream on its own
+    internals are left out.
+    """
+    with warnings.catch_warnings(), _annotated(module, split_spec):
+        warnings.simplefilter("ignore")
+        program = Pipe._trace_with_export(module, args, kwargs)
+        pipe: Pipe = Pipe._from_traced(
+            program.module(check_guards=False),
+            program,
+            MultiUseParameterConfig.REPLICATE,
+            split_policy=policy,
+        )
+        return pipe
+
+
+@contextlib.contextmanager
+def _annotated(
+    module: torch.nn.Module, split_spec: dict[str, SplitPoint]
+) -> Iterator[None]:
+    """Let the submodules at split points leave marks when they are traced."""
+    submodules = [module.get_submodule(name) for name in split_spec]
+    before = [(sub, sub.__dict__.get("forward")) for sub in submodules]
+    annotate_split_points(module, split_spec)
+    try:
+        yield
+    finally:
+        for submodule, forward in before:
+            for name in ("forward", "_orig_forward"):
+                submodule.__dict__.pop(name, None)
+            if forward is not None:
+                submodule.forward = forward
+
+
+def move_factories_to(module: torch.nn.Module, device: torch.device) -> None:
+    """Let a traced module create its constants on `device`.
+
+    The trace has the device of the traced model built in.
+    """
+    if isinstance(module, fx.GraphModule):
+        _modify_graph_op_device(module, device)

@@ -1,0 +1,62 @@
+"""The groups of ranks that a stage works with: its pipeline's, and its replicas'."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch.distributed as dist
+
+from torch_xla_pp.errors import TransportError
+from torch_xla_pp.transport.process_group import XlaPpProcessGroup
+
+
+class LinkedGroups:
+    """The groups through which errors reach all ranks that work with this one.
+
+    What one group has told of is passed on to the other, so that an error reaches
+    all ranks of all replicas.
+
+    Args:
+        pipeline: The ranks of the pipeline.
+        replicas: The ranks that run the stage in each replica, None if there is one.
+
+    Attributes:
+        key: Equal for equal groups of this process.
+        activity: What this rank is doing, for the texts of errors.
+    """
+
+    def __init__(
+        self, pipeline: XlaPpProcessGroup, replicas: XlaPpProcessGroup | None
+    ) -> None:
+        self._groups = [pipeline] if replicas is None else [pipeline, replicas]
+        self.key = tuple(map(id, self._groups))
+        for group in self._groups:
+            group.rendezvous.activity = self.activity = pipeline.rendezvous.activity
+            for other in self._groups:
+                group.rendezvous.link(other.rendezvous)
+
+    def check(self) -> None:
+        """Raise the error that another rank has told of, if there is one."""
+        for group in self._groups:
+            group.rendezvous.check()
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Tell the others of an error that leaves the block."""
+        with contextlib.ExitStack() as stack:
+            for group in self._groups:
+                stack.enter_context(group.rendezvous.reporting())
+            try:
+                yield
+            except TransportError as error:
+                if len(self._groups) > 1:
+                    error.add_note(_ranks_of(self._groups))
+                raise
+
+
+def _ranks_of(groups: Sequence[XlaPpProcessGroup]) -> str:
+    """Say what ranks are meant where a message between ranks is concerned."""
+    pipeline, replicas = map(dist.get_process_group_ranks, groups)
+    return (
+        "Messages count ranks within a group: those of gradient sums from a stage to "
+        f"itself (S) within ranks {replicas} of the job, others within {pipeline}."
+    )

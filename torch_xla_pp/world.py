@@ -1,0 +1,171 @@
+"""The devices of one rank: a world of its own, over which XLA partitions programs."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+import torch_xla.distributed.spmd as xs
+from torch import Tensor
+
+from torch_xla_pp import cpu, xla_compat
+from torch_xla_pp.hlo import REPLICATED, OpShardingArgs, stacked
+from torch_xla_pp.mesh import (
+    AxisRules,
+    BatchAxis,
+    LocalMesh,
+    LogicalAxes,
+    Partition,
+    RankLayout,
+    TensorSpec,
+)
+from torch_xla_pp.transport import ShardLayout
+
+
+class World:
+    """One rank's devices, and the values on them.
+
+    Args:
+        mesh: The SPMD mesh of this rank; None for one unnamed axis over all devices.
+        batch_axis: The axis that dimension 0 of microbatches is split over, see
+            `RankLayout.of`.
+        rules: What logical axes mean, None if nothing is said of them.
+
+    Raises:
+        ValueError: The mesh does not span all local devices, or lacks the axis.
+
+    Attributes:
+        layout: How values are partitioned over the devices.
+    """
+
+    def __init__(
+        self, mesh: Any | None, batch_axis: BatchAxis, rules: AxisRules | None = None
+    ) -> None:
+        count = xla_compat.num_local_devices()
+        if mesh is None:
+            mesh = xs.Mesh(np.arange(count), (count,), ("devices",))
+        names = tuple(mesh.axis_names or ())
+        if math.prod(mesh.mesh_shape) != count:
+            raise ValueError(
+                f"mesh: expected a mesh over all {count} local devices, got shape "
+                f"{tuple(mesh.mesh_shape)}. Slice it out of init_device_mesh's result."
+            )
+        local = LocalMesh(names=names, shape=tuple(mesh.mesh_shape))
+        self.layout = RankLayout.of(local, batch_axis, rules)
+        self._mesh = mesh
+        self._shard_layouts: dict[TensorSpec, ShardLayout] = {}
+        self._zeros: dict[TensorSpec, Tensor] = {}
+
+    @property
+    def local(self) -> LocalMesh:
+        """Return the rank's mesh."""
+        return self.layout.local
+
+    @property
+    def rules(self) -> AxisRules | None:
+        """Return what logical axes mean, None if nothing is said of them."""
+        return self.layout.rules
+
+    def rows_sharding(self, num_dims: int, dim: int | None) -> xla_compat.OpSharding:
+        """Return the sharding of a value that has the rows in `dim`, or has none."""
+        axes = [self.layout.batch_axis if i == dim else None for i in range(num_dims)]
+        return self.sharding(tuple(axes))
+
+    def stacked(
+        self, layout: OpShardingArgs, num_dims: int
+    ) -> xla_compat.OpSharding | None:
+        """Return how values lie, one for each group of rows, in a new dimension 0.
+
+        Args:
+            layout: How each of them lies.
+            num_dims: Its dimensions.
+
+        Returns:
+            None if they are split over the batch axis themselves.
+        """
+        first = self.sharding_args((self.layout.batch_axis,))
+        found = stacked(first, layout, num_dims, self.local.num_devices)
+        return None if found is None else xla_compat.sharding_from_args(*found)
+
+    def sharding_args(self, partition: Partition) -> OpShardingArgs:
+        """Return what torch_xla makes the sharding for a partition of."""
+        if not self.local.is_split(partition):
+            return REPLICATED
+        return OpShardingArgs(*xla_compat.mesh_sharding_args(self._mesh, partition))
+
+    def constraint(self, axes: LogicalAxes) -> xla_compat.OpSharding:
+        """Return torch_xla's sharding for logical axes that the rules know."""
+        return self.sharding(self.layout.constraint(axes))
+
+    @property
+    def is_constrained(self) -> bool:
+        """Return whether axis rules have a say while programs run.
+
+        They have none on one device that multiplies with PyTorch's library: it has all
+        of every value.
+        """
+        return self.rules is not None and cpu.library_product() is None
+
+    def sharding(self, partition: Partition) -> xla_compat.OpSharding:
+        """Return torch_xla's sharding for a partition."""
+        if not self.local.is_split(partition):
+            return xla_compat.replicated_sharding()
+        return self._mesh.get_op_sharding(tuple(partition))
+
+    def shard_layout(self, spec: TensorSpec) -> ShardLayout:
+        """Return how a boundary value travels."""
+        if spec not in self._shard_layouts:
+            args = self.sharding_args(spec.partition)
+            layout = ShardLayout.of_sharding(spec.shape, spec.dtype, args)
+            self._shard_layouts[spec] = layout
+        return self._shard_layouts[spec]
+
+    def pin(self, tensor: Tensor, partition: Partition) -> Tensor:
+        """Return `tensor` on the device, pending or not, laid out as `partition`.
+
+        Values on the host are uploaded shard by shard.
+        """
+        sharding = self.sharding(partition)
+        is_new = tensor.device.type != "xla"
+        value = tensor.detach()
+        if is_new and not self.local.is_split(partition):
+            return xla_compat.replicate(value)
+        if is_new:
+            value = value.to(xla_compat.device())
+        else:
+            if xla_compat.is_of_whole_values(value):
+                # Cut while whole: XLA would cut each device's part, and exchange rows.
+                value = xla_compat.constrain(value, xla_compat.replicated_sharding())
+            value = value.clone()
+        xla_compat.annotate(value, sharding)
+        return value
+
+    def place(self, tensor: Tensor, partition: Partition) -> Tensor:
+        """Return `tensor` as device data, laid out as `partition`."""
+        value = self.pin(tensor, partition)
+        xla_compat.materialize([value])
+        return value
+
+    def upload(self, value: Tensor, partition: Partition) -> Tensor:
+        """Return a host value as device data; the host keeps nothing of it.
+
+        `place` makes more copies on the way, but cuts what does not divide, too.
+        """
+        sharding = self.sharding(partition)
+        value = value.detach()
+        if not self.local.is_split(partition):
+            return xla_compat.replicate(value)
+        ids = self._mesh.get_logical_mesh()
+        shards = []
+        for device in range(ids.size):
+            index = (int(i) for (i,) in np.nonzero(ids == device))
+            place = dict(zip(self.local.names, index, strict=True))
+            shards.append(self.local.part(value, partition, place).contiguous())
+        return xla_compat.from_local_shards(shards, sharding, value.shape)
+
+    def zeros(self, spec: TensorSpec) -> Tensor:
+        """Return zeros on the device, laid out as `spec` says; made once."""
+        if spec not in self._zeros:
+            value = torch.zeros(spec.shape, dtype=spec.dtype)
+            self._zeros[spec] = self.place(value, spec.partition)
+        return self._zeros[spec]
