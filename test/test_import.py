@@ -80,35 +80,27 @@ def listed_as_set() -> set[str]:
 
 
 @pytest.mark.pure
-def test_an_import_sets_the_variables_that_the_docs_list_and_adds_one_finder() -> None:
+def test_an_import_sets_the_variables_that_the_docs_list_and_adds_two_finders() -> None:
     changed = changed_by("import torch_xla_pp", CPU_NUM_DEVICES="64")
     assert changed.keys() == {"environment", "finders"}
-    later = {name for name in listed_as_set() if name.startswith("UCX_")}
-    later |= {"XLA_FLAGS", "PJRT_NPROC"}
-    assert variables_set(changed["environment"]) == listed_as_set() - later
+    by_ucx = {name for name in listed_as_set() if name.startswith("UCX_")}
+    # Set when torch_xla is loaded, which knows the kind of devices.
+    for_cpu = {"XLA_FLAGS", "PJRT_NPROC"}
+    assert variables_set(changed["environment"]) == listed_as_set() - by_ucx - for_cpu
     before, after = changed["finders"]
     assert after == ["_Watch", "_Watch", *before]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import torch_xla_pp, torch_xla",
-        "import torch_xla, torch_xla_pp",
-        "import torch_xla_pp; torch_xla_pp.device",
-    ],
-)
-def test_a_client_that_the_program_makes_has_threads_enough(code: str) -> None:
-    changed = changed_by(code, CPU_NUM_DEVICES="64", PJRT_DEVICE="CPU")
-    assert {"XLA_FLAGS", "PJRT_NPROC"} <= variables_set(changed["environment"])
-
-
-def test_nothing_of_it_is_set_for_other_devices() -> None:
-    code = "import torch_xla_pp, torch_xla"
-    changed = changed_by(code, CPU_NUM_DEVICES="64", PJRT_DEVICE="TPU")
-    _, after = changed["environment"]
-    assert "PJRT_NPROC" not in after
-    assert "xnnpack" not in after.get("XLA_FLAGS", "")
+@pytest.mark.parametrize("kind", ["CPU", "TPU"])
+def test_torch_xla_finds_what_cpu_devices_need_and_no_others(kind: str) -> None:
+    printed = run(
+        "import torch_xla_pp, torch_xla, os\n"
+        "print(os.environ.get('XLA_FLAGS', ''), os.environ.get('PJRT_NPROC'))",
+        PJRT_DEVICE=kind,
+        CPU_NUM_DEVICES="64",
+    )
+    assert ("--xla_cpu_use_xnnpack=false" in printed.split()) is (kind == "CPU")
+    assert printed.split()[-1] == ("129" if kind == "CPU" else "None")
 
 
 @pytest.mark.pure
@@ -185,7 +177,7 @@ assert "def rgb_to_yiq" in inspect.getsource(colorsys)
 importlib.reload(colorsys)
 print(seen, len([f for f in sys.meta_path if type(f).__name__ == "_Watch"]))
 """
-    # Those that are left wait for torch_xla and torch.distributed.
+    # Those that are left wait for torch.distributed and torch_xla.
     assert run(script) == "['json', True] 2\n"
 
 

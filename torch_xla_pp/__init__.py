@@ -9,7 +9,7 @@ backend "xla_pp"; torch_xla is loaded when a name of it is first used.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torch_xla_pp.on_import import prepare_client, prepare_process
+from torch_xla_pp.on_import import prepare_process
 
 if TYPE_CHECKING:
     from torch_xla_pp.deferred import deferred_init, materialize
@@ -91,7 +91,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = importlib.import_module(f"{__name__}.{_HOME_OF[name]}")
-    prepare_client()
     value = globals()[name] = getattr(home, name)
     return value
 

@@ -32,7 +32,7 @@ def set_defaults() -> None:
     XLA's partitioner prints one notice of its future removal per compiled program;
     errors are still printed. With `TORCH_XLA_PP_DUMP_DIR` XLA writes its programs, too.
     What memory programs need, torch_xla tells nowhere but in its analyses: they go to a
-    file without a name. What CPU devices need besides is set by `cpu.prepare`.
+    file without a name. What CPU devices need besides is set by `cpu.prepare_client`.
     """
     _keep_analyses()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -79,6 +79,11 @@ def pool_size() -> int:
         with contextlib.suppress(KeyError, ValueError):
             return int(os.environ[name])
     return len(os.sched_getaffinity(0))
+
+
+def device_kind() -> str:
+    """Return the kind of devices, e.g. "CPU"; torch_xla sets it when it is loaded."""
+    return os.environ.get("PJRT_DEVICE", "").partition("_")[0]
 
 
 def num_cpu_devices() -> int:

@@ -23,22 +23,29 @@ BACKEND = "xla_pp"
 def prepare_process() -> None:
     """Set what torch_xla reads when it is loaded, and make the backend known."""
     env.set_defaults()
-    once_imported("torch_xla", _prepare_client_of_program)
+    if not _has_client():
+        once_imported("torch_xla", prepare_cpu)
     once_imported("torch.distributed", register_backend)
 
 
-def prepare_client() -> None:
-    """Set what a client of XLA needs that the program makes itself, once it can."""
-    if "torch_xla" in sys.modules:
-        from torch_xla_pp import cpu
+def prepare_cpu() -> None:
+    """Set what XLA reads as it makes a client for CPU devices, if it will be one.
 
-        cpu.prepare()
+    torch_xla settles the kind of devices when it is loaded; the program may make the
+    client itself right after that.
+    """
+    from torch_xla_pp import cpu
+
+    cpu.prepare_client()
 
 
-def _prepare_client_of_program() -> None:
-    # A part of this package that loads torch_xla is not complete yet.
-    if f"{__package__}.xla_compat" not in sys.modules:
-        prepare_client()
+def _has_client() -> bool:
+    """Return whether there is a client, which has read all that it will."""
+    if "torch_xla" not in sys.modules:
+        return False
+    from torch_xla_pp import xla_compat
+
+    return xla_compat.has_client()
 
 
 def register_backend() -> None:

@@ -63,11 +63,6 @@ def has_client() -> bool:
     return bool(_XLAC._xla_runtime_is_initialized())
 
 
-def device_kind() -> str:
-    """Return the kind of this process's devices: "CPU", "TPU", ..."""
-    return str(xr.device_type())
-
-
 def is_spmd() -> bool:
     """Return whether SPMD is switched on in this process."""
     return bool(xr.is_spmd())

@@ -11,7 +11,7 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import (
     Forwarded,
     Grouping,
-    Rule,
+    LoweringRule,
     StagePrograms,
     export_joint,
 )
@@ -27,7 +27,7 @@ class Compiled:
         inputs: Sequence[Tensor],
         mesh: Any,
         remat: Remat = "none",
-        rules: Sequence[Rule] = (),
+        rules: Sequence[LoweringRule] = (),
         used: Mapping[str, Any] | None = None,
         grouping: Grouping | None = None,
         **kwargs: Any,

@@ -9,6 +9,8 @@ import pytest
 
 from torch_xla_pp import cpu, env, xla_compat
 from torch_xla_pp.cpu import heap
+from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.on_import import prepare_process
 
 pytestmark = pytest.mark.pure
 
@@ -22,7 +24,7 @@ os.environ.update(before)
 import torch_xla_pp
 torch_xla_pp.device, torch_xla_pp.PipelineStage
 from torch_xla_pp import cpu
-cpu.prepare()
+cpu.prepare_client()
 print(json.dumps([theirs, dict(os.environ)]))
 """
 OURS = ("XLA_FLAGS", "PJRT_NPROC", "NPROC", "TORCH_XLA_PP_DUMP_DIR")
@@ -56,29 +58,31 @@ def test_cpu_devices_get_threads_and_products_without_xnnpack() -> None:
 
 
 def test_the_users_flag_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(xla_compat, "has_client", lambda: False)
-    monkeypatch.setattr(xla_compat, "device_kind", lambda: "CPU")
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.setattr(env, "enlarge_pool", lambda _: None)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_xnnpack=true")
-    cpu.prepare()
+    cpu.prepare_client()
     assert os.environ["XLA_FLAGS"] == "--xla_cpu_use_xnnpack=true"
 
 
-@pytest.mark.parametrize("kind", ["TPU", "CPU"])
-def test_a_client_that_is_there_is_too_late(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_client_that_is_there_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xla_compat, "has_client", lambda: True)
-    monkeypatch.setattr(xla_compat, "device_kind", lambda: kind)
+    monkeypatch.setattr(xla_compat, "num_local_devices", lambda: 1)
+    monkeypatch.setattr(heap, "keep_freed", lambda _: None)
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setenv("PJRT_NPROC", "1")
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    cpu.prepare()
+    with pytest.raises(PipelineError, match="made with 1 threads"), cpu.starting():
+        pass
+    prepare_process()
     assert "XLA_FLAGS" not in os.environ
+    assert os.environ["PJRT_NPROC"] == "1"
 
 
 def test_the_products_of_other_devices_are_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(xla_compat, "device_kind", lambda: "TPU")
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
     monkeypatch.setattr(xla_compat, "num_local_devices", lambda: 1)
     assert cpu.library_product.__wrapped__() is None
 
@@ -88,7 +92,7 @@ def test_malloc_is_told_to_keep_what_is_freed_for_cpu_devices_alone(
     monkeypatch: pytest.MonkeyPatch, kind: str, calls: int
 ) -> None:
     told: list[tuple[str, ...]] = []
-    monkeypatch.setattr(xla_compat, "device_kind", lambda: kind)
+    monkeypatch.setenv("PJRT_DEVICE", kind)
     monkeypatch.setattr(xla_compat, "has_client", lambda: True)
     monkeypatch.setattr(xla_compat, "num_local_devices", lambda: 1)
     monkeypatch.setattr(heap, "keep_freed", told.append)

@@ -11,7 +11,7 @@ from torch_xla_pp.compile.explanation import (
 from torch_xla_pp.compile.export import export_joint
 from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.loss_program import LossProgram
-from torch_xla_pp.compile.lowering import Rule
+from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.names import (
     MARK,
     BucketKind,
@@ -72,7 +72,7 @@ __all__ = [
     "ProgramCost",
     "ProgramSpec",
     "Remat",
-    "Rule",
+    "LoweringRule",
     "Sizes",
     "StageCompiler",
     "StageFunctions",

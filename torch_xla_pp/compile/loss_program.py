@@ -9,7 +9,7 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.captured_tensors import Constants
 from torch_xla_pp.compile.export import export_joint
 from torch_xla_pp.compile.joint_graph import JointGraph
-from torch_xla_pp.compile.lowering import Rule
+from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.names import (
     buffer_role,
     input_role,
@@ -67,7 +67,7 @@ class LossProgram:
         output: Template,
         inputs: Sequence[Tensor],
         shardings: Sequence[xla_compat.OpSharding],
-        rules: Sequence[Rule] = (),
+        rules: Sequence[LoweringRule] = (),
     ) -> None:
         module = _LossModule(function, output)
         joint = export_joint(module, inputs, {})

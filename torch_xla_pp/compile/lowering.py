@@ -29,7 +29,7 @@ _NARROW = (
 )
 
 
-class Rule(Protocol):
+class LoweringRule(Protocol):
     """A way to run some operations otherwise than torch_xla does."""
 
     def __call__(
@@ -64,7 +64,7 @@ class Lowering(fx.Interpreter):
     """
 
     def __init__(
-        self, module: nn.Module, name: str, rules: Sequence[Rule] = ()
+        self, module: nn.Module, name: str, rules: Sequence[LoweringRule] = ()
     ) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.extra_traceback = False

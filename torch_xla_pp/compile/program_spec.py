@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import border
 from torch_xla_pp.compile.border import Border
-from torch_xla_pp.compile.lowering import Rule
+from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.names import MARK, TOKEN, route_in, route_out
 from torch_xla_pp.compile.partition import Function
 
@@ -44,7 +44,7 @@ class ProgramSpec:
     sent: Sequence[Border] = ()
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     wanted: Collection[str] | None = None
-    rules: Sequence[Rule] = ()
+    rules: Sequence[LoweringRule] = ()
     used: Mapping[str, xla_compat.OpSharding] = field(default_factory=dict)
     is_marked: bool = False
 

@@ -1,7 +1,7 @@
 """What operations of a rank's programs are run by, as its devices ask for it."""
 
 from torch_xla_pp import cpu
-from torch_xla_pp.compile.lowering import Rule
+from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.product_rules import Constraints, LibraryProducts
 from torch_xla_pp.world import World
 
@@ -15,7 +15,7 @@ def is_constrained(world: World) -> bool:
     return world.rules is not None and cpu.library_product() is None
 
 
-def rules_of(world: World) -> tuple[Rule, ...]:
+def rules_of(world: World) -> tuple[LoweringRule, ...]:
     """Return what operations of a rank's programs are run by."""
     multiply = cpu.library_product()
     if multiply is not None:

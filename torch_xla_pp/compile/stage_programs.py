@@ -14,7 +14,7 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.captured_tensors import Constants
 from torch_xla_pp.compile.group_sums.group_gradients import Grouping, group_gradients
 from torch_xla_pp.compile.joint_graph import JointGraph
-from torch_xla_pp.compile.lowering import Rule
+from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.names import accumulated, accumulator, given_grad
 from torch_xla_pp.compile.partition import Remat, partition_joint
 from torch_xla_pp.compile.program import Program
@@ -78,7 +78,7 @@ class StagePrograms:
         borders: Borders | None = None,
         *,
         remat: Remat = "none",
-        rules: Sequence[Rule] = (),
+        rules: Sequence[LoweringRule] = (),
         used: Mapping[str, xla_compat.OpSharding] | None = None,
         grouping: Grouping | None = None,
     ) -> None:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.border import Border, names_of
-from torch_xla_pp.compile.lowering import Rule
+from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.names import (
     accumulator,
     input_grad,
@@ -113,7 +113,7 @@ def stage_specs(
     borders: Borders,
     pins: Mapping[str, xla_compat.OpSharding],
     num_inputs: int,
-    rules: Sequence[Rule] = (),
+    rules: Sequence[LoweringRule] = (),
     used: Mapping[str, xla_compat.OpSharding] | None = None,
 ) -> StageSpecs:
     """Return the table of a stage's programs.
@@ -138,7 +138,7 @@ class _Table:
         borders: Borders,
         pins: Mapping[str, xla_compat.OpSharding],
         num_inputs: int,
-        rules: Sequence[Rule],
+        rules: Sequence[LoweringRule],
         used: Mapping[str, xla_compat.OpSharding],
     ) -> None:
         self._functions = functions

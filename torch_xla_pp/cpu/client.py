@@ -14,14 +14,14 @@ from torch_xla_pp.cpu import heap
 from torch_xla_pp.errors import PipelineError
 
 
-def prepare() -> None:
-    """Set what XLA reads as it makes a client for CPU devices, unless there is one.
+def prepare_client() -> None:
+    """Set what XLA reads as it makes a client for CPU devices; there is none yet.
 
-    Called when the package is imported, too, so that it holds for a client that the
-    program makes itself. XLA's matrix products are faster without XNNPACK, see
+    Called when torch_xla is loaded, too, so that it holds for a client that the program
+    makes itself. XLA's matrix products are faster without XNNPACK, see
     docs/performance/step.md.
     """
-    if _is_cpu() and not xla_compat.has_client():
+    if env.device_kind() == "CPU":
         env.add_xla_flag("xla_cpu_use_xnnpack", "false")
         env.enlarge_pool(_num_threads(env.num_cpu_devices()))
 
@@ -33,17 +33,14 @@ def starting() -> Iterator[None]:
     Raises:
         PipelineError: The client was made before, with too few threads.
     """
-    if not _is_cpu():
+    if env.device_kind() != "CPU":
         yield
         return
     heap.keep_freed(env.malloc_choices())
-    prepare()
+    if not xla_compat.has_client():
+        prepare_client()
     yield
     _check_pool()
-
-
-def _is_cpu() -> bool:
-    return xla_compat.device_kind() == "CPU"
 
 
 def _num_threads(num_devices: int) -> int:

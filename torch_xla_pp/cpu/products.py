@@ -39,7 +39,7 @@ def library_product() -> Product | None:
 
     Decided at the first call, when the rank's devices are known, and kept.
     """
-    is_one = xla_compat.device_kind() == "CPU" and xla_compat.num_local_devices() == 1
+    is_one = env.device_kind() == "CPU" and xla_compat.num_local_devices() == 1
     is_used = is_one and env.products() == "torch" and _can_multiply()
     return multiply if is_used else None
 

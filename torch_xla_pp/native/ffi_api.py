@@ -23,7 +23,7 @@ def ffi_api_address() -> int:
         LookupError: It cannot be found, or programs do not run on the CPU client, the
             only one with host handlers.
     """
-    kind = xla_compat.device_kind()
+    kind = env.device_kind()
     if kind != "CPU":
         raise LookupError(f"XLA programs run on {kind}, which calls no host handlers")
     path = xla_compat.library_path()
