@@ -332,7 +332,9 @@ def _extra_bytes(graph_hash: GraphHash) -> int | None:
     except OSError as error:
         _logger.debug("%s is not readable: %s", path, error)
         return None
-    _, is_there, rest = text.rpartition(f"Graph Hash: {graph_hash[::-1].hex()}")
+    # A number there, whose first digits are not written if they are zero.
+    number = graph_hash[::-1].hex().lstrip("0")
+    _, is_there, rest = text.rpartition(f"Graph Hash: {number}\n")
     own, _, _ = rest.partition("Graph Hash: ")
     sizes = {m["what"]: float(m["size"]) for m in _SIZE.finditer(own)}
     if not is_there or not sizes:

@@ -1,5 +1,6 @@
 """Each guard of a program, with a case that gives wrong numbers without it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,3 +161,21 @@ def test_a_program_says_what_it_takes_beside_its_arguments_on_a_device(
     )
     again({"x": upload(mesh, torch.ones(1024, 512), ROWS)})
     assert again.extra_bytes == program.extra_bytes
+
+
+def test_analyses_are_found_that_leave_out_the_first_zeros_of_a_number(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes = "Analysis: {} size: {} GB\n"
+    texts = [
+        f"Analysis:   Graph Hash: {number}\n"
+        + sizes.format("Graph output", size)
+        + sizes.format("Aliased Input", "0.000000")
+        + sizes.format("Intermediate tensor", "0.000000")
+        for number, size in [("1542d0", "0.250000"), ("1542d0aa", "0.500000")]
+    ]
+    file = tmp_path / "analyses"
+    file.write_text("".join(texts))
+    monkeypatch.setenv("PT_XLA_DEBUG_FILE", str(file))
+    graph_hash = xla_compat.GraphHash(bytes.fromhex("001542d0")[::-1])
+    assert xla_compat._extra_bytes(graph_hash) == 1 << 28
