@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NewType
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as metrics
 import torch_xla.runtime as xr
 from torch import Tensor
 from torch_xla.distributed.spmd import XLAShardedTensor
@@ -167,6 +168,11 @@ def sync_all() -> None:
     """Compute every pending value of the process in one program."""
     _in_flight().add_one()
     torch_xla.sync(reset_scope=False)
+
+
+def num_compilations() -> int:
+    """Return how many programs this process has compiled."""
+    return metrics.counter_value("UncachedCompile") or 0
 
 
 def wait_device() -> None:

@@ -23,7 +23,7 @@ env, heap = map(load, sys.argv[1:3])
 heap.keep_freed(env.malloc_choices())
 c = ctypes.CDLL(None)
 c.malloc.restype, c.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-count, size = map(int, sys.argv[3:])
+count, size = map(int, sys.argv[3:5])
 
 def use():
     places = [c.malloc(ctypes.c_size_t(size)) for _ in range(count)]
@@ -34,6 +34,8 @@ def use():
 
 def run():
     use()
+    if sys.argv[5:]:
+        heap.give_back(env.malloc_choices())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     use()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
@@ -46,7 +48,9 @@ PACKAGE = Path(__file__).parents[2] / "torch_xla_pp"
 MODULES = [str(PACKAGE / name) for name in ("env.py", "cpu/heap.py")]
 
 
-def page_faults(count: int = 96, size: int = 1 << 19, **variables: str) -> int:
+def page_faults(
+    *options: str, count: int = 96, size: int = 1 << 19, **variables: str
+) -> int:
     """Return how many pages values of 48 MiB take after others that were freed."""
     others = {
         name: value
@@ -54,7 +58,7 @@ def page_faults(count: int = 96, size: int = 1 << 19, **variables: str) -> int:
         if not name.startswith(("MALLOC", "GLIBC"))
     }
     run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *MODULES, str(count), str(size)],
+        [sys.executable, "-c", SCRIPT, *MODULES, str(count), str(size), *options],
         env=others | variables,
         capture_output=True,
         text=True,
@@ -67,6 +71,13 @@ def page_faults(count: int = 96, size: int = 1 << 19, **variables: str) -> int:
 def test_freed_memory_is_used_again() -> None:
     # A value or two may find no place where they were: of 12,288 pages few are new.
     assert page_faults() < 600
+
+
+def test_what_compilations_leave_is_given_back_but_not_against_the_users_will() -> None:
+    assert page_faults("give back") > 10_000
+    kept = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": "1048576"}
+    kept["MALLOC_ARENA_MAX"] = "1"
+    assert page_faults("give back", **kept) < 600
 
 
 def test_large_values_leave_no_places_for_small_ones() -> None:

@@ -9,7 +9,7 @@ Three things, for speed and for programs that cannot wait for each other for eve
 On other kinds of devices none of it is done, and no variable or flag is set for it.
 """
 
-from torch_xla_pp.cpu.client import prepare_client, starting
+from torch_xla_pp.cpu.client import give_back_garbage, prepare_client, starting
 from torch_xla_pp.cpu.products import library_product
 
-__all__ = ["library_product", "prepare_client", "starting"]
+__all__ = ["give_back_garbage", "library_product", "prepare_client", "starting"]

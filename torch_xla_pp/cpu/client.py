@@ -43,6 +43,15 @@ def starting() -> Iterator[None]:
     _check_pool()
 
 
+def give_back_garbage() -> None:
+    """Give the memory that compilations have left back to the system, on CPU devices.
+
+    There programs and compilations take it from one heap.
+    """
+    if env.device_kind() == "CPU":
+        heap.give_back(env.malloc_choices())
+
+
 def _num_threads(num_devices: int) -> int:
     """Return how many threads a client needs so as not to stand still."""
     return 2 if num_devices == 1 else 2 * num_devices + 1

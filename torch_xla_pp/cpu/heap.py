@@ -9,16 +9,28 @@ it has ever been.
 Large values are not kept: what is small and lives long would settle in the places that
 they leave, the next one would not fit in there, and the process would grow with the
 number of microbatches.
+
+Nor is kept what compilations leave: they take tens of MiB that no step needs.
 """
 
 import ctypes
 import functools
 import logging
 
+MOST_KEPT_BYTES = 1 << 20
+"""Size of the largest values that are kept when they are freed, most of the time.
+
+One that is larger may be, too: glibc takes a free place of the heap where one fits.
+"""
+
 # Parameter of mallopt → value. One heap for all threads, as those of single threads
 # are small; mappings for large values alone; no return of what is free.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-_SETTINGS = {_ARENA_MAX: 1, _MMAP_THRESHOLD: 1 << 20, _TRIM_THRESHOLD: (1 << 31) - 1}
+_SETTINGS = {
+    _ARENA_MAX: 1,
+    _MMAP_THRESHOLD: MOST_KEPT_BYTES,
+    _TRIM_THRESHOLD: (1 << 31) - 1,
+}
 
 _logger = logging.getLogger(__name__)
 
@@ -42,3 +54,16 @@ def keep_freed(chosen: tuple[str, ...]) -> None:
         return
     for parameter, value in _SETTINGS.items():
         mallopt(parameter, value)
+
+
+def give_back(chosen: tuple[str, ...]) -> None:
+    """Return what is free now to the system, unless the user has told glibc something.
+
+    The next values take fresh pages once, so call it when something was compiled.
+
+    Args:
+        chosen: Variables by which the user has, see `env.malloc_choices`.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None and not chosen:
+        trim(ctypes.c_size_t(0))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, final
 import torch
 from torch import nn
 
-from torch_xla_pp import xla_compat
+from torch_xla_pp import cpu, xla_compat
 from torch_xla_pp.compile import CompiledStage, StageKind
 from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PipelineError
@@ -130,6 +130,7 @@ class RankPipeline:
         # Stages that the schedule has not cleared yet in this step.
         self._expected: set[int] = set()
         self._num_done: dict[int, int] = {}
+        self._num_compiled = 0
 
     @classmethod
     def of(cls, schedule: TorchSchedule) -> "RankPipeline":
@@ -186,7 +187,15 @@ class RankPipeline:
             self._process_group.transport.settle()
             for stage in self.stages:
                 stage.begin_step(self, wants_outputs=call.wants_outputs)
+            self._drop_garbage()
             self._expected = {stage.stage_index for stage in self.stages}
+
+    def _drop_garbage(self) -> None:
+        """Give back what new compilations have left, an optimizer's program for one."""
+        count = xla_compat.num_compilations()
+        if count != self._num_compiled:
+            self._num_compiled = count
+            cpu.give_back_garbage()
 
     def is_beginning(self, stage: int) -> bool:
         """Return, once a step for each stage, that its step has just begun."""
