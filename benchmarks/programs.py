@@ -27,6 +27,7 @@ class Alone:
         import torch_xla_pp as xpp
         from torch_xla_pp import xla_compat
         from torch_xla_pp.compile import StagePrograms, export_joint
+        from torch_xla_pp.runtime.gradients.sums import SumPrograms
 
         device = xpp.device()
         whole = xla_compat.replicated_sharding()
@@ -44,7 +45,7 @@ class Alone:
         self.fixed = {f"param:{name}": upload(value) for name, value in named.items()}
         shardings = dict.fromkeys(self.fixed, whole)
         self.programs = StagePrograms(joint, [whole], [whole], shardings)
-        self.sums = self.programs.start_sums(self.fixed, {})
+        self.sums = SumPrograms(self.programs.summed).start(self.fixed, {})
         self.x, self.grad = upload(x), upload(grad)
         self.live: dict[str, Tensor] = {}
         self.wait = xla_compat.wait_device

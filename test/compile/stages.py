@@ -16,6 +16,7 @@ from torch_xla_pp.compile import (
     export_joint,
 )
 from torch_xla_pp.compile.partition import Remat
+from torch_xla_pp.runtime.gradients.sums import SumPrograms
 
 
 class Compiled:
@@ -58,6 +59,7 @@ class Compiled:
             constraints=constraints,
             grouping=grouping,
         )
+        self.sum_programs = SumPrograms(self.programs.summed)
 
     def rows(self, value: Tensor) -> Any:
         """Return the sharding that splits dimension 0."""
@@ -77,7 +79,7 @@ class Compiled:
         return self.programs.forward(self.fixed, live, seed)
 
     def zero_sums(self) -> dict[str, Tensor]:
-        return self.programs.start_sums(self.fixed, {})
+        return self.sum_programs.start(self.fixed, {})
 
 
 def _on_device(module: nn.Module) -> nn.Module:

@@ -9,10 +9,12 @@ from torch_xla_pp.compile.lowering import Constraints
 from torch_xla_pp.compile.names import (
     MARK,
     BucketKind,
+    accumulated,
     accumulator,
     bucket_name,
     buffer_role,
     copied,
+    given_grad,
     input_grad,
     input_role,
     is_buffer,
@@ -35,9 +37,8 @@ from torch_xla_pp.compile.partition import (
 )
 from torch_xla_pp.compile.program import Program
 from torch_xla_pp.compile.program_spec import ProgramSpec
-from torch_xla_pp.compile.stage_programs import Forwarded, StagePrograms
+from torch_xla_pp.compile.stage_programs import Forwarded, StagePrograms, SummedGrads
 from torch_xla_pp.compile.stage_specs import Borders, tangent_name
-from torch_xla_pp.compile.sums import copies
 
 __all__ = [
     "Border",
@@ -56,13 +57,15 @@ __all__ = [
     "RowGroups",
     "StageFunctions",
     "StagePrograms",
+    "SummedGrads",
+    "accumulated",
     "accumulator",
     "bucket_name",
     "buffer_role",
     "check_remat",
     "copied",
-    "copies",
     "export_joint",
+    "given_grad",
     "input_grad",
     "input_role",
     "is_buffer",

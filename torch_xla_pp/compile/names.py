@@ -164,7 +164,7 @@ def shared_total(name: str) -> str:
 
 
 def bucket_name(kind: BucketKind, bucket: int, replica: int) -> str:
-    """Return the name of a piece of a bucket of gradients, see `compile.replicas`."""
+    """Return the name of a piece of a bucket of gradients, see `ReplicaMeans`."""
     return f"{kind}:{bucket}@{replica}"
 
 

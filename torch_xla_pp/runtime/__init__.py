@@ -1,7 +1,7 @@
 """RUN: stages that torch's own schedule classes drive."""
 
 from torch_xla_pp.runtime.checks import check_plain_module
-from torch_xla_pp.runtime.grad_norm import clip_grad_norm_
+from torch_xla_pp.runtime.gradients.norm import clip_grad_norm_
 from torch_xla_pp.runtime.manual_stage import PipelineStage
 from torch_xla_pp.runtime.module_state import shapes_of
 from torch_xla_pp.runtime.orders import order_of

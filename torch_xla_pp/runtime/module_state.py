@@ -1,4 +1,4 @@
-"""The parameters, buffers and gradients of one stage, on the device.
+"""The parameters and buffers of one stage, on the device.
 
 Keeps the law that a step starts with device data only: whatever the user did lazily
 between two steps (an optimizer step, gradient clipping, loading weights) is computed
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import (
     Constraints,
+    Function,
     Program,
-    StagePrograms,
-    accumulator,
+    ProgramSpec,
     buffer_role,
+    copied,
     is_buffer,
     name_in_module,
     parameter_role,
@@ -25,20 +26,19 @@ from torch_xla_pp.deferred import lacking, record_resets, unwritten, value_of
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.hlo import OpShardingArgs, parse_sharding
 from torch_xla_pp.mesh import Partition, Sharding, assign_partitions
-from torch_xla_pp.runtime.gathered import GatheredWeights
 from torch_xla_pp.runtime.memory import Sizes, device_bytes
 from torch_xla_pp.runtime.torch_compat import take_value
 from torch_xla_pp.runtime.world import World
 
 
 class ModuleState:
-    """Own the values of a stage's module.
+    """The values of a stage's module, and the one owner of them.
 
     Args:
         module: The stage's module, on the host, on meta, or on the XLA device; moved
             in place. Parameters that are shared inside the module stay shared.
         world: The devices of this rank.
-        sharding: How parameters lie, see `mesh.assign_partitions`.
+        sharding: That of parameters, see `mesh.assign_partitions`.
         whole_model: Name → shape of what all stages have, None if that is not known.
 
     Raises:
@@ -59,9 +59,6 @@ class ModuleState:
     ) -> None:
         self._module = module
         self._world = world
-        self._sums: dict[str, Tensor] = {}
-        self._spent: list[Tensor] = []
-        self._spent_before: list[Tensor] = []
         self._texts: dict[str, str] = {}
         self._before: dict[str, Tensor] = {}
         self.copies: set[str] = set()
@@ -74,7 +71,6 @@ class ModuleState:
         self._unloaded = set(unwritten(module))
         self._move()
         self._states = {name: _state_of(t) for name, t in _named_tensors(module)}
-        self._sum_bytes = self._given_bytes = 0
         # Weights that are used in another layout: made once a step, or each time.
         used = self._used_partitions()
         is_once = world.rules is not None and world.rules.gather_once
@@ -84,21 +80,18 @@ class ModuleState:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of parameters, buffers and gradients on one device.
+        """Return the bytes of parameters and buffers on one device.
 
-        Copies that the last step gathered count, its sums of gradients, and gradients
-        that parameters had already, which stay until the step is done.
+        Copies that the last step gathered count.
         """
-        values = device_bytes([*self.fixed.values()])
-        sums = self._given_bytes + self._sum_bytes
-        return sum(values) + self.gathered.num_bytes + sums
+        return sum(device_bytes([*self.fixed.values()])) + self.gathered.num_bytes
 
     def shardings(self) -> dict[str, xla_compat.OpSharding]:
         """Return the sharding of every parameter and buffer, by role."""
         return {r: xla_compat.sharding_of(value) for r, value in self.fixed.items()}
 
     def constraints(self) -> Constraints | None:
-        """Return how values lie while programs run, None if no axis rules say so."""
+        """Return shardings while programs run, None if no axis rules say so."""
         if self._world.rules is None:
             return None
         used = self._shardings(self._used_each_time)
@@ -130,7 +123,7 @@ class ModuleState:
         return self.gathered.values(self.fixed)
 
     def begin_step(self) -> None:
-        """Bring all values onto the device and forget the sums of the last step.
+        """Bring all values and gradients onto the device.
 
         Raises:
             PipelineError: A parameter or buffer has no value yet, or was laid out
@@ -147,75 +140,28 @@ class ModuleState:
         xla_compat.materialize(values + grads)
         self._check_shardings()
         self.gathered.drop()
-        self._sums = {}
-        self._sum_bytes, self._given_bytes = 0, sum(device_bytes(grads))
         self._before = {r: v for r, v in self.fixed.items() if is_buffer(r)}
 
     def roll_back(self) -> None:
         """Undo what a step that failed did to buffers; gradients were not touched."""
         self.update_buffers(self._before)
         self.gathered.drop()
-        self._sums = {}
 
-    def sums(self, programs: StagePrograms) -> dict[str, Tensor]:
-        """Return the gradient sums so far of parameters, as `sum:` entries.
-
-        The first call of a step starts from `.grad`, or from zero if it is None.
-        """
-        if not self._sums:
-            self._sums = programs.start_sums(self.fixed, self._grads())
-        return self._sums
-
-    def sum_of(self, role: str) -> Tensor:
-        """Return the gradient of a parameter in this step, zeros if it has none."""
-        found = self._sums.get(accumulator(role))
-        if found is None:
-            value = self.fixed[role]
-            found = torch.zeros_like(value)
-            xla_compat.annotate(found, xla_compat.sharding_of(value))
-            xla_compat.materialize([found])
-        return found
-
-    def take_sums(self) -> dict[str, Tensor]:
-        """Hand over the gradient sums; `replace_sums` must bring others."""
-        sums, self._sums = self._sums, {}
-        return sums
-
-    def replace_sums(self, sums: Mapping[str, Tensor]) -> None:
-        """Replace some gradient sums by others, which no program took over."""
-        self._sums |= sums
-
-    def set_sums(self, sums: Mapping[str, Tensor]) -> None:
-        """Replace the gradient sums by what a program made of them.
-
-        The old ones have given their buffers away. They are dropped a step later: to
-        drop one waits for the program that took its buffer.
-        """
-        self._spent += self._sums.values()
-        self._sums = dict(sums)
-
-    def reduce_sums(self, programs: StagePrograms, sizes: Sizes) -> None:
-        """Add up the sums that are kept per group of rows; at the end of a step."""
-        self._sum_bytes = sizes.total(self._sums)
-        if not programs.has_groups:
-            return
-        reduced = programs.reduce_sums(self._sums, self._grads())
-        self._spent += [self._sums[name] for name in reduced]
-        self._sums |= reduced
-
-    def publish_grads(self) -> None:
-        """Make the sums the parameters' `.grad`; called once, when a step is done.
-
-        From now on there is nothing to roll back.
-        """
-        for role, value in self.fixed.items():
-            # Of a frozen one with copies elsewhere there may be a sum.
-            if accumulator(role) in self._sums and value.requires_grad:
-                value.grad = self._sums[accumulator(role)]
-        self._sums = {}
+    def end_step(self) -> None:
+        """Keep what the step has made: from now on there is nothing to roll back."""
         self.gathered.drop()
-        self._spent, self._spent_before = [], self._spent
         self._before = {}
+
+    def grads(self) -> dict[str, Tensor]:
+        """Return the gradients that parameters have, laid out like them, by role.
+
+        Those of `copies` are left out, as their owner has them.
+        """
+        return {
+            role: _like(value.grad.detach(), value)
+            for role, value in self.fixed.items()
+            if value.grad is not None and role not in self.copies
+        }
 
     def update_buffers(self, updates: Mapping[str, Tensor]) -> None:
         """Give buffers the values that a forward computed, as new tensors."""
@@ -225,7 +171,7 @@ class ModuleState:
             self.fixed[role] = value
 
     def _used_partitions(self) -> dict[str, Partition]:
-        """Return how weights lie where they are used, if not as they are kept."""
+        """Return the partitions of weights that are used in another than they have."""
         rules = self._world.rules
         if rules is None:
             return {}
@@ -237,17 +183,6 @@ class ModuleState:
         self, partitions: Mapping[str, Partition]
     ) -> dict[str, xla_compat.OpSharding]:
         return {r: self._world.sharding(p) for r, p in partitions.items()}
-
-    def _grads(self) -> dict[str, Tensor]:
-        """Return the gradients that parameters have, laid out like them.
-
-        Those of `copies` are left out, as their owner has them.
-        """
-        return {
-            role: _like(value.grad.detach(), value)
-            for role, value in self.fixed.items()
-            if value.grad is not None and role not in self.copies
-        }
 
     def _move(self) -> None:
         """Put every tensor that is not on the device there, keeping ties."""
@@ -319,6 +254,58 @@ class ModuleState:
                 f"{'; '.join(changed)}. Shard them before it."
             )
         self._texts = texts
+
+
+class GatheredWeights:
+    """Weights that a step gathers once, instead of each program for itself.
+
+    The copies are made by one program at the first use in a step, laid out as programs
+    use them, and dropped at its end. MaxText calls this `pipeline_fsdp_ag_once`.
+
+    Args:
+        used: Role of a weight → its sharding where it is used.
+
+    Attributes:
+        program: Makes the copies; None if there are none.
+        num_bytes: What the copies of the last step took on one device.
+    """
+
+    def __init__(self, used: Mapping[str, xla_compat.OpSharding]) -> None:
+        self._roles = list(used)
+        self._values: dict[str, Tensor] = {}
+        self._sizes = Sizes()
+        self.num_bytes = 0
+        self.program: Program | None = None
+        if used:
+            pins = {copied(role): sharding for role, sharding in used.items()}
+            function = Function(
+                name="gathering of weights",
+                module=_Copies(),
+                inputs=tuple(used),
+                outputs=tuple(pins),
+            )
+            self.program = Program(ProgramSpec(function=function, pins=pins))
+
+    def values(self, fixed: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the stage's values with the copies in place; makes them if needed."""
+        if self.program is None:
+            return fixed
+        if not self._values:
+            made = self.program(fixed)
+            self._values = {role: made[copied(role)] for role in self._roles}
+            self.num_bytes = self._sizes.total(self._values)
+        return {**fixed, **self._values}
+
+    def drop(self) -> None:
+        """Forget the copies; they are freed once the programs that read them ran."""
+        self._values = {}
+
+
+class _Copies(nn.Module):
+    """Copies of values, to be laid out anew."""
+
+    def forward(self, *values: Tensor) -> list[Tensor]:
+        return [value * 1 for value in values]
 
 
 def _unwrap(module: nn.Module) -> None:

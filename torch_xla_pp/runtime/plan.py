@@ -18,7 +18,7 @@ from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.graph import Captured, Template, sharding_outputs
 from torch_xla_pp.mesh import AxisRules, LogicalAxes, Partition, TensorSpec, Tiling
 from torch_xla_pp.plan import Fan, Value
-from torch_xla_pp.runtime.grad_groups import grouping_of
+from torch_xla_pp.runtime.gradients.sums import grouping_of
 from torch_xla_pp.runtime.links import Links
 from torch_xla_pp.runtime.memory import Sizes
 from torch_xla_pp.runtime.module_state import ModuleState

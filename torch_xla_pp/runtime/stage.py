@@ -59,6 +59,7 @@ from torch_xla_pp.runtime.gradients.replicas import (
     agree_on_replicas,
     group_of_replicas,
 )
+from torch_xla_pp.runtime.gradients.sums import GradientSums
 from torch_xla_pp.runtime.gradients.tied import (
     TiedParameters,
     check_separate,
@@ -215,8 +216,9 @@ class XlaPipelineStage(SilentStage):
             self._replicas = (
                 None if others is None else Replicas(stage_index, submodule, others)
             )
+        self._sums = GradientSums(self._state)
         self._gradients = StageGradients(
-            state=self._state,
+            sums=self._sums,
             group=self._pg,
             tied=self._tied,
             replicas=self._replicas,
@@ -253,7 +255,7 @@ class XlaPipelineStage(SilentStage):
         return StageMemory(
             num_live=self._shelf.most_live,
             saved_bytes=self._shelf.most_bytes,
-            state_bytes=self._state.num_bytes,
+            state_bytes=self._state.num_bytes + self._sums.num_bytes,
             active_bytes=self._shelf.most_active_bytes,
             optimizer_bytes=optimizer_bytes(self.submod.parameters()),
         )
@@ -270,7 +272,11 @@ class XlaPipelineStage(SilentStage):
         plan = self._plan()
         variant = self._variant(plan)
         mesh = self._world.local
-        programs = {**self._state.programs, **variant.programs.compiled}
+        programs = {
+            **self._state.programs,
+            **variant.programs.compiled,
+            **self._sums.compiled(variant.programs),
+        }
         return Explanation(
             stage=self.stage_index,
             num_parameters=sum(p.numel() for p in self.submod.parameters()),
@@ -360,6 +366,7 @@ class XlaPipelineStage(SilentStage):
             for mirror in self._mirrors:
                 mirror.follow()
             self._state.begin_step()
+            self._sums.begin_step()
 
     def _drop_leftovers(self) -> None:
         self._shelf.clear()
@@ -668,7 +675,7 @@ class XlaPipelineStage(SilentStage):
             if full_backward:
                 grads, sums = programs.backward(self._fixed(programs), live)
                 self._shelf.note_run(programs.extra_bytes)
-                self._state.set_sums(sums)
+                self._sums.advance(sums)
             else:
                 grads, residual = programs.backward_input(self._state.values(), live)
                 self._shelf.note_run(programs.extra_bytes)
@@ -690,7 +697,7 @@ class XlaPipelineStage(SilentStage):
             programs = variant.programs
             sums = programs.backward_weight(self._fixed(programs), residual)
             self._shelf.note_run(programs.extra_bytes)
-            self._state.set_sums(sums)
+            self._sums.advance(sums)
             self._count_done(plan)
 
     def _given_inputs(
@@ -752,7 +759,7 @@ class XlaPipelineStage(SilentStage):
     def _fixed(self, programs: StagePrograms) -> dict[str, Tensor]:
         return {
             **self._state.values(),
-            **self._state.sums(programs),
+            **self._sums.values(programs),
         }
 
     def _count_done(self, plan: StagePlan) -> None:
@@ -763,14 +770,15 @@ class XlaPipelineStage(SilentStage):
         self._num_done += 1
         if self._num_done == plan.num_microbatches and self.has_backward:
             variant = self._variant(plan)
-            self._gradients.end_backwards(variant.programs, variant.sizes)
+            self._gradients.end_backwards(variant.programs)
         stages = local_stages(self._driver())
         if all(stage._num_done == plan.num_microbatches for stage in stages):
             if any(stage.has_backward for stage in stages):
                 combine([stage._gradients for stage in stages])
             self._pg.transport.settle()
             for stage in stages:
-                stage._state.publish_grads()
+                stage._sums.publish()
+                stage._state.end_step()
                 stage._describe_once()
             first = stages[0]
             first._drives[self._driver()].ahead.end_step()
@@ -839,4 +847,5 @@ class XlaPipelineStage(SilentStage):
             schedule = self._schedule
             for stage in [self] if schedule is None else local_stages(schedule):
                 stage._state.roll_back()
+                stage._sums.drop()
             raise
