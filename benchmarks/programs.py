@@ -29,6 +29,7 @@ class Alone:
         import torch_xla_pp as xpp
         from torch_xla_pp import xla_compat
         from torch_xla_pp.compile import StagePrograms, export_joint
+        from torch_xla_pp.runtime.gradients.sums import SumPrograms
 
         device = xpp.device()
         whole = xla_compat.replicated_sharding()
@@ -48,7 +49,7 @@ class Alone:
         self.programs = StagePrograms(
             joint, [whole], [whole], shardings, rules=rules_of(products)
         )
-        self.sums = self.programs.start_sums(self.fixed, {})
+        self.sums = SumPrograms(self.programs.summed).start(self.fixed, {})
         self.x, self.grad = upload(x), upload(grad)
         self.live: dict[str, Tensor] = {}
         self.wait = xla_compat.wait_device

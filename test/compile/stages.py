@@ -16,6 +16,7 @@ from torch_xla_pp.compile import (
     export_joint,
 )
 from torch_xla_pp.compile.partition import Remat
+from torch_xla_pp.runtime.gradients.sums import SumPrograms
 
 
 class Compiled:
@@ -60,6 +61,7 @@ class Compiled:
             used=used,
             grouping=grouping,
         )
+        self.sum_programs = SumPrograms(self.programs.summed)
 
     def rows(self, value: Tensor) -> Any:
         """Return the sharding that splits dimension 0."""
@@ -79,7 +81,7 @@ class Compiled:
         return self.programs.forward(self.fixed, live, seed)
 
     def zero_sums(self) -> dict[str, Tensor]:
-        return self.programs.start_sums(self.fixed, {})
+        return self.sum_programs.start(self.fixed, {})
 
 
 def _on_device(module: nn.Module) -> nn.Module:

@@ -91,7 +91,7 @@ def test_sums_per_group_add_up_to_the_gradient(mesh: Any) -> None:
     assert texts["sum:param:table"] == "{devices=[2,1,1]0,1}"
     assert texts["sum:param:scale"] == "{replicated}"
     before = compiled.upload(torch.full((12, 8), 2.0), compiled.whole)
-    reduced = programs.reduce_sums(sums, {"param:table": before})
+    reduced = compiled.sum_programs.reduce(sums, {"param:table": before})
     assert set(xla_compat.sharding_texts([*reduced.values()])) == {"{replicated}"}
     assert len(reduced) == len(sums) - len(REFUSED)
     assert close(reduced.pop("sum:param:table"), eager.table.grad + 2)

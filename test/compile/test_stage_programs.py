@@ -109,7 +109,7 @@ def test_sums_are_added_up_in_place_and_begin_with_a_copy_of_grad(mesh: Any) -> 
     programs, role = compiled.programs, "param:weight"
     x, ones = torch.randn(4, 8), torch.ones(4, 8)
     grad = compiled.upload(torch.full((8, 8), 2.0), compiled.whole)
-    sums = programs.start_sums(compiled.fixed, {role: grad})
+    sums = compiled.sum_programs.start(compiled.fixed, {role: grad})
     assert torch.equal(sums["sum:param:bias"].cpu(), torch.zeros(8))
     first = dict(sums)
     for _ in range(2):

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -91,6 +92,19 @@ def test_a_transport_that_the_table_lists_trains_as_the_others(
     found = worlds.run(train_on_it, ranks=ranks, devices=job.devices, args=(job,))
     check([report for report, _ in found])
     assert all(num_sent > 0 for _, num_sent in found)
+
+
+@pytest.mark.pure
+def test_only_the_table_knows_which_transports_there_are() -> None:
+    root = Path(xla_compat.__file__).parent
+    free = {"table.py", "in_graph.py", "host.py", "__init__.py"}
+    found = [
+        str(file.relative_to(root))
+        for file in root.rglob("*.py")
+        if "InGraphTransport" in file.read_text() or "HostTransport" in file.read_text()
+        if not (file.parent.name == "transport" and file.name in free)
+    ]
+    assert found == []
 
 
 @pytest.mark.pure

@@ -15,10 +15,12 @@ from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.names import (
     MARK,
     BucketKind,
+    accumulated,
     accumulator,
     bucket_name,
     buffer_role,
     copied,
+    given_grad,
     input_grad,
     input_role,
     is_buffer,
@@ -51,9 +53,8 @@ from torch_xla_pp.compile.stage_compiler import (
     StageSource,
     example_of,
 )
-from torch_xla_pp.compile.stage_programs import Forwarded, StagePrograms
+from torch_xla_pp.compile.stage_programs import Forwarded, StagePrograms, SummedGrads
 from torch_xla_pp.compile.stage_specs import Borders, tangent_name
-from torch_xla_pp.compile.sums import copies
 
 __all__ = [
     "Border",
@@ -67,29 +68,31 @@ __all__ = [
     "JointGraph",
     "LibraryProducts",
     "LossProgram",
+    "LoweringRule",
     "MARK",
     "Program",
     "ProgramCost",
     "ProgramSpec",
     "Remat",
-    "LoweringRule",
     "Sizes",
     "StageCompiler",
     "StageFunctions",
     "StageKind",
     "StagePrograms",
     "StageSource",
+    "SummedGrads",
+    "accumulated",
     "accumulator",
     "bucket_name",
     "buffer_role",
     "bytes_of",
     "check_remat",
     "copied",
-    "copies",
     "costs_of",
     "device_bytes",
     "example_of",
     "export_joint",
+    "given_grad",
     "input_grad",
     "input_role",
     "is_buffer",
@@ -102,9 +105,9 @@ __all__ = [
     "partition_joint",
     "route_in",
     "route_out",
+    "rules_of",
     "shared_part",
     "shared_total",
-    "rules_of",
     "tangent",
     "tangent_name",
 ]

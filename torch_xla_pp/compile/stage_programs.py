@@ -15,17 +15,15 @@ from torch_xla_pp.compile.captured_tensors import Constants
 from torch_xla_pp.compile.group_sums.group_gradients import Grouping, group_gradients
 from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.lowering import LoweringRule
-from torch_xla_pp.compile.names import accumulated, accumulator, given_grad
+from torch_xla_pp.compile.names import accumulator
 from torch_xla_pp.compile.partition import Remat, partition_joint
 from torch_xla_pp.compile.program import Program
-from torch_xla_pp.compile.program_spec import ProgramSpec
 from torch_xla_pp.compile.stage_specs import (
     Borders,
     ProgramName,
     pins_of,
     stage_specs,
 )
-from torch_xla_pp.compile.sums import reduced_sums, starting_sums
 
 Values = dict[str, Tensor]
 
@@ -46,6 +44,20 @@ class Forwarded(NamedTuple):
     updates: Values
 
 
+class SummedGrads(NamedTuple):
+    """The gradients of parameters that the backwards of a stage sum up.
+
+    Attributes:
+        grads: Role → sharding of the gradient.
+        sums: Role → sharding of the sum that backwards add to.
+        groups: Role → number of groups of rows, of those with a sum for each.
+    """
+
+    grads: Mapping[str, xla_compat.OpSharding]
+    sums: Mapping[str, xla_compat.OpSharding]
+    groups: Mapping[str, int]
+
+
 class StagePrograms:
     """The programs of a stage: forward, inference, and the backwards.
 
@@ -59,10 +71,10 @@ class StagePrograms:
         remat: Which forward values are computed again in the backward.
         rules: What operations are run by, see `compile.lowering`.
         used: Role → sharding of a value where it is used, if not as it is kept.
-        grouping: Which gradients are summed up per group of rows, None for none;
-            `reduce_sums` adds up the groups.
+        grouping: Which gradients are summed up per group of rows, None for none.
 
     Attributes:
+        summed: The gradients that backwards sum up.
         reduced_per_microbatch: Role of a parameter → why its gradient is reduced in
             every microbatch, although rows are in groups.
         extra_bytes: What the last forward or backward takes on a device beside its
@@ -84,42 +96,35 @@ class StagePrograms:
     ) -> None:
         self.reduced_per_microbatch: dict[str, str] = {}
         self.extra_bytes = 0
-        self._groups: dict[str, int] = {}
+        groups: dict[str, int] = {}
         if grouping is not None:
             self.reduced_per_microbatch = group_gradients(joint, grouping)
             grouped = joint.parameter_grads.keys() - self.reduced_per_microbatch
-            self._groups = dict.fromkeys(sorted(grouped), grouping.rows.size)
+            groups = dict.fromkeys(sorted(grouped), grouping.rows.size)
         functions = partition_joint(joint, remat)
         self._functions = functions
         self.output_template = joint.output_template
         self._constants = Constants(joint.constants)
-        roles = functions.parameter_grads
-        self._grad_pins = {role: fixed_shardings[role] for role in roles}
+        grads = {role: fixed_shardings[role] for role in functions.parameter_grads}
         sums = {} if grouping is None else grouping.sums
-        of_groups = {role: sums[role] for role in self._groups}
-        self._sum_pins = {**self._grad_pins, **of_groups}
+        of_groups = {role: sums[role] for role in groups}
+        self.summed = SummedGrads(grads, {**grads, **of_groups}, groups)
         pins = pins_of(
             functions,
             output_shardings,
             input_shardings,
             fixed_shardings,
-            self._sum_pins,
+            self.summed.sums,
         )
         count = len(input_shardings)
         specs = stage_specs(functions, borders or Borders(), pins, count, rules, used)
         self._specs = specs
         self._programs = {name: Program(spec) for name, spec in specs.programs.items()}
-        self._starts: dict[tuple[str, ...], Program] = {}
-        self._ends: dict[tuple[str, ...], Program] = {}
 
     @property
     def compiled(self) -> dict[str, Program]:
         """Return the programs that have run so far, by what they do."""
-        programs: dict[str, Program] = dict(self._programs.items())
-        if self._ends:
-            # The last one that was made is as good as the others.
-            programs["gradient reduction"] = next(reversed(self._ends.values()))
-        return {name: p for name, p in programs.items() if p.is_compiled}
+        return {name: p for name, p in self._programs.items() if p.is_compiled}
 
     @property
     def has_backward(self) -> bool:
@@ -143,66 +148,6 @@ class StagePrograms:
     ) -> Forwarded:
         """Enqueue the forward of one microbatch that has no backward."""
         return self._run_forward("inference", fixed, live, seed)
-
-    def start_sums(
-        self, fixed: Mapping[str, Tensor], grads: Mapping[str, Tensor]
-    ) -> Values:
-        """Enqueue the making of a step's first gradient sums.
-
-        Args:
-            fixed: The stage's values.
-            grads: Role → gradient that a parameter has already, sharded like it.
-
-        Returns:
-            A `sum:` entry for each parameter that gets a gradient.
-        """
-        roles = self._functions.parameter_grads
-        is_single = {role for role in roles if role not in self._groups}
-        given = tuple(role for role in roles if role in grads and role in is_single)
-        if not roles:
-            return {}
-        if given not in self._starts:
-            parameters = {role: fixed[role] for role in roles}
-            function = starting_sums(parameters, given, self._groups)
-            pins = {accumulator(role): pin for role, pin in self._sum_pins.items()}
-            self._starts[given] = Program(
-                ProgramSpec(function=function, pins=pins, checked=function.inputs)
-            )
-        return self._starts[given]({given_grad(role): grads[role] for role in given})
-
-    @property
-    def has_groups(self) -> bool:
-        """Return whether sums are kept per group of rows, so must be added up."""
-        return bool(self._groups)
-
-    def reduce_sums(
-        self, sums: Mapping[str, Tensor], grads: Mapping[str, Tensor]
-    ) -> Values:
-        """Enqueue the adding up of sums per group, at the end of a step.
-
-        Args:
-            sums: `sum:` entries; those per group are void afterwards.
-            grads: Role → gradient that a parameter has already, sharded like it.
-
-        Returns:
-            The `sum:` entries that were per group, sharded like their parameters.
-        """
-        if not self._groups or not sums:
-            return {}
-        given = tuple(role for role in self._groups if role in grads)
-        if given not in self._ends:
-            pins = {accumulated(role): pin for role, pin in self._grad_pins.items()}
-            self._ends[given] = Program(
-                ProgramSpec(
-                    function=reduced_sums(self._groups, given),
-                    pins=pins,
-                    checked=[given_grad(role) for role in given],
-                    donated=[accumulator(role) for role in self._groups],
-                )
-            )
-        values = {**sums, **{given_grad(role): grads[role] for role in given}}
-        results = self._ends[given](values)
-        return {accumulator(role): results[accumulated(role)] for role in self._groups}
 
     def backward(
         self, fixed: Mapping[str, Tensor], live: Values

@@ -60,9 +60,7 @@ class Edge:
 class Channel(Protocol):
     """What carries the message of an edge."""
 
-    @property
-    def edge(self) -> Edge:
-        """Return the edge."""
+    edge: Edge
 
     @property
     def border(self) -> Border | None:

@@ -12,14 +12,12 @@ from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import (
+    Function,
     Program,
     ProgramSpec,
     Sizes,
-    StagePrograms,
-    accumulator,
     buffer_role,
     copied,
-    copies,
     device_bytes,
     is_buffer,
     is_constrained,
@@ -66,7 +64,13 @@ class GatheredWeights:
         self.program: Program | None = None
         if used:
             pins = {copied(role): sharding for role, sharding in used.items()}
-            self.program = Program(ProgramSpec(function=copies(self._roles), pins=pins))
+            function = Function(
+                name="gathering of weights",
+                module=_Copies(),
+                inputs=tuple(used),
+                outputs=tuple(pins),
+            )
+            self.program = Program(ProgramSpec(function=function, pins=pins))
 
     def values(self, fixed: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the stage's values with the copies in place; makes them if needed."""
@@ -81,6 +85,13 @@ class GatheredWeights:
     def drop(self) -> None:
         """Forget the copies; they are freed once the programs that read them ran."""
         self._values = {}
+
+
+class _Copies(nn.Module):
+    """Copies of values, to be sharded anew."""
+
+    def forward(self, *values: Tensor) -> list[Tensor]:
+        return [value * 1 for value in values]
 
 
 class ModuleState:
@@ -111,9 +122,6 @@ class ModuleState:
     ) -> None:
         self._module = module
         self._world = world
-        self._sums: dict[str, Tensor] = {}
-        self._spent: list[Tensor] = []
-        self._spent_before: list[Tensor] = []
         self._texts: dict[str, str] = {}
         self._before: dict[str, Tensor] = {}
         self.copies: set[str] = set()
@@ -126,7 +134,6 @@ class ModuleState:
         self._unloaded = set(unwritten(module))
         self._move()
         self._states = {p.name: _version_of(p.tensor) for p in state_of(module)}
-        self._sum_bytes = self._given_bytes = 0
         # Weights that are used in another layout: made once a step, or each time.
         used = self._used_partitions()
         is_once = world.rules is not None and world.rules.gather_once
@@ -136,14 +143,11 @@ class ModuleState:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of parameters, buffers and gradients on one device.
+        """Return the bytes of parameters and buffers on one device.
 
-        Copies that the last step gathered count, its sums of gradients, and gradients
-        that parameters had already, which stay until the step is done.
+        Copies that the last step gathered count.
         """
-        values = device_bytes([*self.fixed.values()])
-        sums = self._given_bytes + self._sum_bytes
-        return sum(values) + self.gathered.num_bytes + sums
+        return sum(device_bytes([*self.fixed.values()])) + self.gathered.num_bytes
 
     def shardings(self) -> dict[str, xla_compat.OpSharding]:
         """Return the sharding of every parameter and buffer, by role."""
@@ -180,7 +184,7 @@ class ModuleState:
         return self.gathered.values(self.fixed)
 
     def begin_step(self) -> None:
-        """Bring all values onto the device and forget the sums of the last step.
+        """Bring all values onto the device and .
 
         Raises:
             PipelineError: A parameter or buffer has no value yet, or was laid out
@@ -197,74 +201,16 @@ class ModuleState:
         xla_compat.materialize(values + grads)
         self._check_shardings()
         self.gathered.drop()
-        self._sums = {}
-        self._sum_bytes, self._given_bytes = 0, sum(device_bytes(grads))
         self._before = {r: v for r, v in self.fixed.items() if is_buffer(r)}
 
     def roll_back(self) -> None:
         """Undo what a step that failed did to buffers; gradients were not touched."""
         self.update_buffers(self._before)
         self.gathered.drop()
-        self._sums = {}
 
-    def sums(self, programs: StagePrograms) -> dict[str, Tensor]:
-        """Return the gradient sums so far of parameters, as `sum:` entries.
-
-        The first call of a step starts from `.grad`, or from zero if it is None.
-        """
-        if not self._sums:
-            self._sums = programs.start_sums(self.fixed, self._grads())
-        return self._sums
-
-    def sum_of(self, role: str) -> Tensor:
-        """Return the gradient of a parameter in this step, zeros if it has none."""
-        found = self._sums.get(accumulator(role))
-        if found is None:
-            value = self.fixed[role]
-            found = torch.zeros_like(value)
-            xla_compat.annotate(found, xla_compat.sharding_of(value))
-            xla_compat.materialize([found])
-        return found
-
-    def take_sums(self) -> dict[str, Tensor]:
-        """Hand over the gradient sums; `replace_sums` must bring others."""
-        sums, self._sums = self._sums, {}
-        return sums
-
-    def replace_sums(self, sums: Mapping[str, Tensor]) -> None:
-        """Replace some gradient sums by others, which no program took over."""
-        self._sums |= sums
-
-    def set_sums(self, sums: Mapping[str, Tensor]) -> None:
-        """Replace the gradient sums by what a program made of them.
-
-        The old ones have given their buffers away. They are dropped a step later: to
-        drop one waits for the program that took its buffer.
-        """
-        self._spent += self._sums.values()
-        self._sums = dict(sums)
-
-    def reduce_sums(self, programs: StagePrograms, sizes: Sizes) -> None:
-        """Add up the sums that are kept per group of rows; at the end of a step."""
-        self._sum_bytes = sizes.total(self._sums)
-        if not programs.has_groups:
-            return
-        reduced = programs.reduce_sums(self._sums, self._grads())
-        self._spent += [self._sums[name] for name in reduced]
-        self._sums |= reduced
-
-    def publish_grads(self) -> None:
-        """Make the sums the parameters' `.grad`; called once, when a step is done.
-
-        From now on there is nothing to roll back.
-        """
-        for role, value in self.fixed.items():
-            # Of a frozen one with copies elsewhere there may be a sum.
-            if accumulator(role) in self._sums and value.requires_grad:
-                value.grad = self._sums[accumulator(role)]
-        self._sums = {}
+    def end_step(self) -> None:
+        """Keep what the step has made: from now on there is nothing to roll back."""
         self.gathered.drop()
-        self._spent, self._spent_before = [], self._spent
         self._before = {}
 
     def update_buffers(self, updates: Mapping[str, Tensor]) -> None:
@@ -288,7 +234,7 @@ class ModuleState:
     ) -> dict[str, xla_compat.OpSharding]:
         return {r: self._world.sharding(p) for r, p in partitions.items()}
 
-    def _grads(self) -> dict[str, Tensor]:
+    def grads(self) -> dict[str, Tensor]:
         """Return the gradients that parameters have, laid out like them.
 
         Those of `copies` are left out, as their owner has them.

@@ -213,7 +213,7 @@ class RankPipeline:
                 combine([stage.model.gradients for stage in self.stages])
             self._process_group.transport.settle()
             for stage in self.stages:
-                stage.model.state.publish_grads()
+                stage.model.publish()
                 self._describe_once(stage)
             if self._ahead is not None:
                 self._ahead.end_step()
@@ -230,7 +230,7 @@ class RankPipeline:
         except BaseException:
             self._expected.clear()
             for stage in self.stages:
-                stage.model.state.roll_back()
+                stage.model.roll_back()
             raise
 
     # Before the first step.
@@ -352,9 +352,7 @@ class RankPipeline:
                 self._num_done[stage.stage_index] += 1
                 if self._num_done[stage.stage_index] == self.num_microbatches:
                     # Sums travel to replicas while other stages still compute.
-                    stage.model.gradients.end_backwards(
-                        run.compiled.programs, run.compiled.sizes
-                    )
+                    stage.model.gradients.end_backwards(run.compiled.programs)
 
     # The loss.
 

@@ -227,7 +227,7 @@ class PipelineStage(SilentStage):
             if full_backward:
                 fixed = self.model.with_sums(programs)
                 grads, sums = programs.backward(fixed, values)
-                self.model.state.set_sums(sums)
+                self.model.sums.advance(sums)
             else:
                 fixed = dict(self.model.state.values())
                 grads, residual = programs.backward_input(fixed, values)
@@ -247,7 +247,7 @@ class PipelineStage(SilentStage):
             values = {**self.saved.take("residual", bwd_chunk_id), **run.marks}
             sums = programs.backward_weight(self.model.with_sums(programs), values)
             self.saved.note_run(programs.extra_bytes)
-            self.model.state.set_sums(sums)
+            self.model.sums.advance(sums)
 
     # Called by the rank's pipeline.
 
@@ -285,7 +285,7 @@ class PipelineStage(SilentStage):
         return StageMemory(
             num_live=self.saved.most_live,
             saved_bytes=self.saved.most_bytes,
-            state_bytes=self.model.state.num_bytes,
+            state_bytes=self.model.state.num_bytes + self.model.sums.num_bytes,
             active_bytes=self.saved.most_active_bytes,
             optimizer_bytes=optimizer_bytes(self.submod.parameters()),
         )

@@ -42,6 +42,7 @@ from torch_xla_pp.plan import (
 from torch_xla_pp.runtime.channels import Endpoint
 from torch_xla_pp.runtime.gradients.finish import StageGradients
 from torch_xla_pp.runtime.gradients.replicas import Replicas, group_of_replicas
+from torch_xla_pp.runtime.gradients.sums import GradientSums
 from torch_xla_pp.runtime.gradients.tied import TiedParameters, separated
 from torch_xla_pp.runtime.links import Links, StageValues
 from torch_xla_pp.runtime.module_state import ModuleState
@@ -98,7 +99,8 @@ class StageModel:
         is_last: Whether no stage comes after it.
         world: The devices of its rank.
         state: Its parameters and buffers.
-        gradients: The sums of their gradients, and who else has some.
+        sums: The gradients of a step.
+        gradients: The same, and who else has some.
         replicas: The same stage of other pipelines, None if there are none.
         planner: What its plans follow from.
         mode: The mode that its module was in when it was last looked at.
@@ -133,8 +135,9 @@ class StageModel:
         self._endpoint = Endpoint(group)
         self._tied = TiedParameters(stage, module, tied, self._endpoint)
         self.replicas = None if replicas is None else Replicas(stage, module, replicas)
+        self.sums = GradientSums(self.state)
         self.gradients = StageGradients(
-            state=self.state,
+            sums=self.sums,
             group=group,
             tied=self._tied,
             replicas=self.replicas,
@@ -199,6 +202,7 @@ class StageModel:
         for mirror in self._mirrors:
             mirror.follow()
         self.state.begin_step()
+        self.sums.begin_step()
 
     def drop_leftovers(self) -> None:
         """Drop the messages that a failed step has left."""
@@ -233,9 +237,19 @@ class StageModel:
 
     # In a step.
 
+    def publish(self) -> None:
+        """Make the gradients of the step those of the parameters, when it is done."""
+        self.sums.publish()
+        self.state.end_step()
+
+    def roll_back(self) -> None:
+        """Undo what a step that failed did."""
+        self.state.roll_back()
+        self.sums.drop()
+
     def with_sums(self, programs: StagePrograms) -> dict[str, Tensor]:
         """Return the stage's values, with the sums of gradients so far."""
-        return {**self.state.values(), **self.state.sums(programs)}
+        return {**self.state.values(), **self.sums.values(programs)}
 
     def given(
         self,
@@ -277,7 +291,11 @@ class StageModel:
     def explain(self, plan: StagePlan, compiled: CompiledStage[Links]) -> Explanation:
         """Return what the stage costs on each device in a kind of step."""
         mesh = self.world.local
-        programs = {**self.state.programs, **compiled.programs.compiled}
+        programs = {
+            **self.state.programs,
+            **compiled.programs.compiled,
+            **self.sums.compiled(compiled.programs),
+        }
         return Explanation(
             stage=self.index,
             num_parameters=sum(p.numel() for p in self.module.parameters()),

@@ -76,7 +76,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
     Attributes:
         rendezvous: Agreement and errors of the group's ranks.
         wire: Messages of bytes between them.
-        mailbox: Values that stages of this rank hand over to each other, by slot.
+        mailbox: Message → slot → value, between stages of this rank.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:

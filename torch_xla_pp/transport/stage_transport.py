@@ -79,7 +79,7 @@ class ShardLayout(NamedTuple):
 
     @classmethod
     def of_tensor(cls, tensor: Tensor) -> "ShardLayout":
-        """Describe an XLA tensor as it lies; no annotation counts as replicated."""
+        """Describe an XLA tensor as it is; no annotation counts as replicated."""
         (text,) = xla_compat.sharding_texts([tensor])
         return cls.of_sharding(tensor.shape, tensor.dtype, parse_sharding(text))
 
@@ -101,8 +101,8 @@ def digest(layouts: Sequence[ShardLayout], *tilings: Sequence[Tiling]) -> int:
     """Return a number that differs where two ranks take a message differently.
 
     Args:
-        layouts: How the values lie on this rank, of which only the dtypes count.
-        *tilings: How they lie, on the sender and, if not alike, on the receiver.
+        layouts: Those of the values on this rank, of which only the dtypes count.
+        *tilings: Those on the sender and, if not alike, on the receiver.
     """
     sides = [[(x.shape, x.grid, x.tiles) for x in side] for side in tilings]
     parts = [str(layout.dtype) for layout in layouts], sides
@@ -190,8 +190,7 @@ class StageTransport(Protocol):
             message: Their name.
             peer: Who gets them.
             tensors: What to send.
-            there: How they are to lie on the peer's devices, None for as they lie
-                here.
+            there: Their tilings on the peer's devices, None for those they have here.
 
         Raises:
             ValueError: There are none, or the transport cannot carry them.
@@ -210,8 +209,8 @@ class StageTransport(Protocol):
         Args:
             message: Their name.
             peer: Who sends them.
-            layouts: How they are to lie on this rank's devices.
-            there: How they lie on the peer's, None for alike.
+            layouts: Their layouts on this rank's devices.
+            there: Their tilings on the peer's, None for alike.
 
         Raises:
             TransportError: The message differs from `layouts`, the peer is gone, or

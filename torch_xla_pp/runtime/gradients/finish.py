@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_xla_pp.compile import Sizes, StagePrograms
+from torch_xla_pp.compile import StagePrograms
 from torch_xla_pp.runtime.gradients.replicas import Replicas
+from torch_xla_pp.runtime.gradients.sums import GradientSums
 from torch_xla_pp.runtime.gradients.tied import TiedParameters
-from torch_xla_pp.runtime.module_state import ModuleState
 from torch_xla_pp.transport import XlaPpProcessGroup
 
 
@@ -15,26 +15,26 @@ class StageGradients:
     """The gradients of a stage, and who else has some of its parameters.
 
     Args:
-        state: The stage's parameters with their sums.
+        sums: The sums of its own.
         group: The ranks of its pipeline.
         tied: Its parameters that other stages have copies of.
         replicas: The same stage of other pipelines, None if there are none.
     """
 
-    state: ModuleState
+    sums: GradientSums
     group: XlaPpProcessGroup
     tied: TiedParameters
     replicas: Replicas | None
 
-    def end_backwards(self, programs: StagePrograms, sizes: Sizes) -> None:
+    def end_backwards(self, programs: StagePrograms) -> None:
         """Finish what the stage does alone, and send it; after its last backward.
 
         What the devices of this rank have is added up. To the other replicas the sums
         travel while other stages still compute.
         """
-        self.state.reduce_sums(programs, sizes)
+        self.sums.reduce(programs)
         if self.replicas is not None:
-            self.replicas.send(self.state)
+            self.replicas.send(self.sums)
 
 
 def combine(stages: Sequence[StageGradients]) -> None:
@@ -46,16 +46,16 @@ def combine(stages: Sequence[StageGradients]) -> None:
     Args:
         stages: Those of the rank; all or none have replicas.
     """
-    replicas = [(s.replicas, s.state) for s in stages if s.replicas is not None]
+    replicas = [(s.replicas, s.sums) for s in stages if s.replicas is not None]
     if replicas:
         stages[0].group.transport.settle()
         for own, _ in replicas:
             own.average()
-        for own, state in replicas:
-            own.receive(state)
+        for own, sums in replicas:
+            own.receive(sums)
         replicas[0][0].group.transport.settle()
     tied = [stage for stage in stages if stage.tied]
     for stage in tied:
-        stage.tied.send(stage.state)
+        stage.tied.send(stage.sums)
     for stage in tied:
-        stage.tied.add(stage.state)
+        stage.tied.add(stage.sums)

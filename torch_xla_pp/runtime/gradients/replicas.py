@@ -43,7 +43,7 @@ from torch_xla_pp.runtime.channels import (
     run_with,
 )
 from torch_xla_pp.runtime.gradients.fingerprint import fingerprints
-from torch_xla_pp.runtime.module_state import ModuleState
+from torch_xla_pp.runtime.gradients.sums import GradientSums
 from torch_xla_pp.transport import Message, ShardLayout, XlaPpProcessGroup, of_group
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -86,33 +86,33 @@ class Replicas:
         for peer in set(range(self.group.size())) - {self.index}:
             self.group.transport.expect(self._message, peer)
 
-    def send(self, state: ModuleState) -> None:
-        """Send this replica's gradients; `state` has none until `receive`."""
-        sums = state.take_sums()
-        if sums:
-            self._current = self._means_of(sums)
-            self._own = self._current.split(sums)
+    def send(self, sums: GradientSums) -> None:
+        """Send this replica's gradients; `sums` has none until `receive`."""
+        grads = sums.take()
+        if grads:
+            self._current = self._means_of(grads)
+            self._own = self._current.split(grads)
 
     def average(self) -> None:
         """Average this replica's share of the gradients, and send it."""
         if self._current is not None:
             self._own = self._current.mean(self._own)
 
-    def receive(self, state: ModuleState) -> None:
-        """Receive the rest, and give `state` the averaged gradients."""
+    def receive(self, sums: GradientSums) -> None:
+        """Receive the rest, and give `sums` the averaged gradients."""
         if self._current is not None:
-            state.replace_sums(self._current.join(self._own))
+            sums.update(self._current.join(self._own))
             self.forget()
 
     def forget(self) -> None:
         """Drop what a step has left."""
         self._current, self._own = None, {}
 
-    def _means_of(self, sums: Mapping[str, Tensor]) -> "ReplicaMeans":
+    def _means_of(self, grads: Mapping[str, Tensor]) -> "ReplicaMeans":
         """Return what averages gradients such as these, made when new."""
-        names = tuple(sorted(sums))
+        names = tuple(sorted(grads))
         if names not in self._means:
-            layouts = {name: ShardLayout.of_tensor(sums[name]) for name in names}
+            layouts = {name: ShardLayout.of_tensor(grads[name]) for name in names}
             open_channel = Endpoint(self.group).open
             self._means[names] = ReplicaMeans(
                 self.index, self.group.size(), layouts, self._message, open_channel

@@ -42,7 +42,7 @@ from torch_xla_pp.runtime.channels import (
     run_with,
 )
 from torch_xla_pp.runtime.gradients.fingerprint import fingerprint
-from torch_xla_pp.runtime.module_state import ModuleState
+from torch_xla_pp.runtime.gradients.sums import GradientSums
 from torch_xla_pp.transport import Message, ShardLayout
 
 # An attribute of parameters.
@@ -210,32 +210,30 @@ class TiedParameters:
                 message = Message("S", self._stage, 0, other)
                 self._endpoint.group.transport.expect(message, wiring.ranks[other])
 
-    def send(self, state: ModuleState) -> None:
+    def send(self, sums: GradientSums) -> None:
         """Send this stage's gradients; at the end of a step."""
         found = self._current_exchange()
-        run_with(found.send, self._own_parts(state, found), sent=found.sent)
+        run_with(found.send, self._own_parts(sums, found), sent=found.sent)
 
-    def add(self, state: ModuleState) -> None:
+    def add(self, sums: GradientSums) -> None:
         """Add the gradients of the other copies; after all stages of a rank `send`."""
         found = self._current_exchange()
-        parts = self._own_parts(state, found)
+        parts = self._own_parts(sums, found)
         totals = run_with(found.add, parts, received=found.received)
-        state.replace_sums(
+        sums.update(
             {
                 accumulator(parameter_role(self._names[tie])): totals[shared_total(tie)]
                 for tie in found.layouts
             }
         )
 
-    def _own_parts(self, state: ModuleState, found: _Exchange) -> dict[str, Tensor]:
+    def _own_parts(self, sums: GradientSums, found: _Exchange) -> dict[str, Tensor]:
         """Return this stage's gradients, zeros where it has none.
 
         Parameters that were always frozen, which have no layout, are left out.
         """
         roles = {tie: parameter_role(self._names[tie]) for tie in found.layouts}
-        return {
-            shared_part(t, self._stage): state.sum_of(role) for t, role in roles.items()
-        }
+        return {shared_part(t, self._stage): sums.of(role) for t, role in roles.items()}
 
     def _parameters(self) -> dict[str, Tensor]:
         named = dict(self._module.named_parameters())

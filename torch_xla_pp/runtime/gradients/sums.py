@@ -1,0 +1,270 @@
+"""The sums of a step's gradients: how they begin, and how they end.
+
+Every backward adds to sums that it takes over (their buffers are donated), so a step
+begins with sums of its own. They start from what the parameters have in `.grad`, which
+the user may keep, or from zero.
+
+Sums that are kept per group of rows (see `compile.group_sums`) start from zero. At
+the end of the step one program adds the groups up, and what is in `.grad`: there, once
+a step, devices exchange gradients.
+"""
+
+from collections.abc import Mapping, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.compile import (
+    Function,
+    Program,
+    ProgramSpec,
+    Sizes,
+    StagePrograms,
+    SummedGrads,
+    accumulated,
+    accumulator,
+    device_bytes,
+    given_grad,
+)
+from torch_xla_pp.runtime.module_state import ModuleState
+
+
+class GradientSums:
+    """The gradients of a stage in one step, and the one owner of their buffers.
+
+    Sums have the names that `accumulator` gives them.
+
+    Args:
+        state: The stage's parameters.
+    """
+
+    def __init__(self, state: ModuleState) -> None:
+        self._state = state
+        self._sums: dict[str, Tensor] = {}
+        self._spent: list[Tensor] = []
+        self._spent_before: list[Tensor] = []
+        self._given_bytes = self._sum_bytes = 0
+        self._programs: WeakKeyDictionary[StagePrograms, SumPrograms]
+        self._programs = WeakKeyDictionary()
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of gradients on one device.
+
+        Those are the sums of the last step, and gradients that parameters had already,
+        which stay until the step is done.
+        """
+        return self._given_bytes + self._sum_bytes
+
+    def compiled(self, programs: StagePrograms) -> dict[str, Program]:
+        """Return the programs that have run at the end of steps, by what they do."""
+        return self._of(programs).compiled
+
+    def begin_step(self) -> None:
+        """Forget the sums of the last step; after the state has begun the step."""
+        grads = [v.grad for v in self._state.fixed.values() if v.grad is not None]
+        self._sums = {}
+        self._sum_bytes, self._given_bytes = 0, sum(device_bytes(grads))
+
+    def drop(self) -> None:
+        """Forget the sums of a step that failed."""
+        self._sums = {}
+
+    def values(self, programs: StagePrograms) -> dict[str, Tensor]:
+        """Return the sums so far.
+
+        The first call of a step starts from `.grad`, or from zero if it is None.
+        """
+        if not self._sums:
+            fixed = self._state.fixed
+            self._sums = self._of(programs).start(fixed, self._state.grads())
+        return self._sums
+
+    def of(self, role: str) -> Tensor:
+        """Return the gradient of a parameter in this step, zeros if it has none."""
+        found = self._sums.get(accumulator(role))
+        if found is None:
+            value = self._state.fixed[role]
+            found = torch.zeros_like(value)
+            xla_compat.annotate(found, xla_compat.sharding_of(value))
+            xla_compat.materialize([found])
+        return found
+
+    def take(self) -> dict[str, Tensor]:
+        """Give all sums away; `update` must bring others."""
+        sums, self._sums = self._sums, {}
+        return sums
+
+    def update(self, sums: Mapping[str, Tensor]) -> None:
+        """Replace some sums by others, which no program took over."""
+        self._sums |= sums
+
+    def advance(self, sums: Mapping[str, Tensor]) -> None:
+        """Replace the sums by what a backward made of them.
+
+        The old ones have given their buffers away. They are dropped a step later: to
+        drop one waits for the program that took its buffer.
+        """
+        self._spent += self._sums.values()
+        self._sums = dict(sums)
+
+    def reduce(self, programs: StagePrograms) -> None:
+        """Add up the sums that are kept per group of rows; at the end of a step."""
+        own = self._of(programs)
+        self._sum_bytes = own.sizes.total(self._sums)
+        if own.summed.groups and self._sums:
+            reduced = own.reduce(self._sums, self._state.grads())
+            self._spent += [self._sums[name] for name in reduced]
+            self._sums |= reduced
+
+    def publish(self) -> None:
+        """Make the sums the parameters' `.grad`; called once, when a step is done."""
+        for role, value in self._state.fixed.items():
+            # Of a frozen one with copies elsewhere there may be a sum.
+            if accumulator(role) in self._sums and value.requires_grad:
+                value.grad = self._sums[accumulator(role)]
+        self._sums = {}
+        self._spent, self._spent_before = [], self._spent
+
+    def _of(self, programs: StagePrograms) -> "SumPrograms":
+        if programs not in self._programs:
+            self._programs[programs] = SumPrograms(programs.summed)
+        return self._programs[programs]
+
+
+class SumPrograms:
+    """The programs that begin and end the sums of a stage's gradients.
+
+    Args:
+        summed: Which gradients are summed up.
+
+    Attributes:
+        summed: As given.
+        sizes: Bytes of the sums.
+    """
+
+    def __init__(self, summed: SummedGrads) -> None:
+        self.summed = summed
+        self.sizes = Sizes()
+        # By the parameters that have a gradient already.
+        self._starts: dict[tuple[str, ...], Program] = {}
+        self._reductions: dict[tuple[str, ...], Program] = {}
+
+    @property
+    def compiled(self) -> dict[str, Program]:
+        """Return the programs that have run at the end of steps, by what they do."""
+        # The last one that was made is as good as the others.
+        last = next(reversed(self._reductions.values()), None)
+        return {} if last is None else {"gradient reduction": last}
+
+    def start(
+        self, parameters: Mapping[str, Tensor], grads: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Enqueue the making of a step's first sums.
+
+        Args:
+            parameters: Role → parameter.
+            grads: Role → gradient that a parameter has already, laid out like it.
+
+        Returns:
+            A sum for each parameter that gets a gradient.
+        """
+        roles, groups = self.summed.sums, self.summed.groups
+        if not roles:
+            return {}
+        given = tuple(role for role in roles if role in grads and role not in groups)
+        if given not in self._starts:
+            like = {role: parameters[role] for role in roles}
+            function = Function(
+                name="gradient sums",
+                module=_Start(like, given, groups),
+                inputs=tuple(map(given_grad, given)),
+                outputs=tuple(map(accumulator, roles)),
+            )
+            pins = {accumulator(role): pin for role, pin in roles.items()}
+            self._starts[given] = Program(
+                ProgramSpec(function=function, pins=pins, checked=function.inputs)
+            )
+        return self._starts[given]({given_grad(role): grads[role] for role in given})
+
+    def reduce(
+        self, sums: Mapping[str, Tensor], grads: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Enqueue the adding up of sums per group, at the end of a step.
+
+        Args:
+            sums: All sums; those per group are void afterwards.
+            grads: Role → gradient that a parameter has already, laid out like it.
+
+        Returns:
+            The sums that were per group, laid out like their parameters.
+        """
+        groups = self.summed.groups
+        given = tuple(role for role in groups if role in grads)
+        if given not in self._reductions:
+            parts, checked = [*map(accumulator, groups)], [*map(given_grad, given)]
+            function = Function(
+                name="gradient reduction",
+                module=_Reduction([role in given for role in groups]),
+                inputs=(*parts, *checked),
+                outputs=tuple(map(accumulated, groups)),
+            )
+            pins = {accumulated(role): pin for role, pin in self.summed.grads.items()}
+            self._reductions[given] = Program(
+                ProgramSpec(
+                    function=function, pins=pins, checked=checked, donated=parts
+                )
+            )
+        values = {**sums, **{given_grad(role): grads[role] for role in given}}
+        results = self._reductions[given](values)
+        return {accumulator(role): results[accumulated(role)] for role in groups}
+
+
+class _Start(nn.Module):
+    """New sums of parameters: a copy of a gradient, or zeros, per group of rows."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        given: Sequence[str],
+        groups: Mapping[str, int],
+    ) -> None:
+        super().__init__()
+        self._zeros = {
+            role: ((*((groups[role],) if role in groups else ()), *p.shape), p.dtype)
+            for role, p in parameters.items()
+            if role not in given
+        }
+        self._roles = list(parameters)
+
+    def forward(self, *grads: Tensor) -> list[Tensor]:
+        left = iter(grads)
+        device = xla_compat.device()
+        sums = []
+        for role in self._roles:
+            if role in self._zeros:
+                shape, dtype = self._zeros[role]
+                sums.append(torch.zeros(shape, dtype=dtype, device=device))
+            else:
+                # A product is a new buffer, even where the program does nothing else.
+                sums.append(next(left) * 1)
+        return sums
+
+
+class _Reduction(nn.Module):
+    """The sums over all groups, added to gradients that parameters had already."""
+
+    def __init__(self, has_grad: Sequence[bool]) -> None:
+        super().__init__()
+        self._has_grad = has_grad
+
+    def forward(self, *values: Tensor) -> list[Tensor]:
+        count = len(self._has_grad)
+        grads = iter(values[count:])
+        totals = [parts.sum(0) for parts in values[:count]]
+        return [
+            next(grads) + total if has_grad else total
+            for total, has_grad in zip(totals, self._has_grad, strict=True)
+        ]
