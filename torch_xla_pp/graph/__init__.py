@@ -35,6 +35,8 @@ from torch_xla_pp.graph.record import value_of
 from torch_xla_pp.graph.split import (
     check_split_spec,
     keep_parameters,
+    keep_persistence,
+    original_name,
     parameter_names,
     tie_parameters,
     untied,
@@ -80,6 +82,8 @@ __all__ = [
     "materialize",
     "indexing_by_tensors",
     "keep_parameters",
+    "keep_persistence",
+    "original_name",
     "parameter_names",
     "pipeline_yield",
     "prepare",

@@ -105,7 +105,7 @@ def tie_parameters(groups: Iterable[tuple[str, ...]], stage: nn.Module) -> None:
     first: dict[str, nn.Parameter] = {}
     _list_calls_last(stage)
     held = [
-        (_CALL_NUMBER.sub("", name), name, parameter)
+        (original_name(name), name, parameter)
         for name, parameter in stage.named_parameters(remove_duplicate=False)
     ]
     for plain, name, parameter in sorted(held, key=lambda item: place.get(item[0], 0)):
@@ -120,10 +120,24 @@ def keep_parameters(module: nn.Module, stage: nn.Module) -> None:
     """
     known = dict(module.named_parameters(remove_duplicate=False))
     for name, _ in list(stage.named_parameters(remove_duplicate=False)):
-        plain = _CALL_NUMBER.sub("", name)
+        plain = original_name(name)
         if plain in known:
             slot, key = _slot(stage, name)
             slot[key] = known[plain]
+
+
+def keep_persistence(module: nn.Module, stage: nn.Module) -> None:
+    """Let a stage's state dict have no buffer that the model's has not."""
+    known = set(module.state_dict(keep_vars=True))
+    for path, part in stage.named_modules():
+        for key in part._buffers:
+            if original_name(f"{path}.{key}" if path else key) not in known:
+                part._non_persistent_buffers_set.add(key)
+
+
+def original_name(name: str) -> str:
+    """Return the name in the model of what a traced stage has under `name`."""
+    return _CALL_NUMBER.sub("", name)
 
 
 def _list_calls_last(stage: nn.Module) -> None:

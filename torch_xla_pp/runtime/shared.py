@@ -148,6 +148,10 @@ class SharedParameters:
             for group, parameter in self._parameters().items()
         }
 
+    def groups(self) -> dict[str, str]:
+        """Return name of the parameter → group."""
+        return {name: group for group, name in self._names.items()}
+
     def tilings(self) -> dict[str, Tiling]:
         """Return group → how the parameter lies on this rank."""
         parameters = self._parameters()

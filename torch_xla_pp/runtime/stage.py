@@ -287,6 +287,30 @@ class XlaPipelineStage(SilentStage):
         """Let `recorder` note what the stage does from now on, None for nobody."""
         self._recorder = self._exchange.recorder = recorder
 
+    @property
+    def num_steps(self) -> int:
+        """How many steps the stage has begun; random numbers depend on it.
+
+        Equal on all ranks of a pipeline. To go on where another run was, set it to
+        what it was there.
+        """
+        return self._num_steps
+
+    @num_steps.setter
+    def num_steps(self, count: int) -> None:
+        self._num_steps = count
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Return the group of each parameter that other stages have copies of."""
+        return self._shared.groups()
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """Return which replica of the pipeline this is, and of how many."""
+        found = self._replicas
+        return (0, 1) if found is None else (found.index, found.group.size())
+
     def owned_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by name, without copies that an earlier stage owns.
 
@@ -397,7 +421,7 @@ class XlaPipelineStage(SilentStage):
             schedule=type(schedule).__name__,
             order="" if order is None else order.digest(),
             transport=self._exchange.transport_name,
-            replica=self._replica,
+            replica=self.replica,
         )
         key, wiring = handshake.agree_on_stages(self._pg.rendezvous, claim)
         self._pg.rendezvous.name_ranks(wiring.titles())
@@ -427,12 +451,6 @@ class XlaPipelineStage(SilentStage):
             given = merge_spec(schedule) if known is None else known.given_merge_spec
             stage._drives[schedule] = _Drive(kinds, ahead, wiring, given, loss)
             stage._expect_messages(wiring)
-
-    @property
-    def _replica(self) -> tuple[int, int]:
-        """Return which replica of the pipeline this is, and of how many."""
-        found = self._replicas
-        return (0, 1) if found is None else (found.index, found.group.size())
 
     def _claim_of_stage(self) -> StageClaim:
         return StageClaim(
@@ -799,7 +817,7 @@ class XlaPipelineStage(SilentStage):
         it end, so that the numbers do not depend on where the model is split. Those
         of replicas differ, as if their batches were parts of one.
         """
-        replica, _ = self._replica
+        replica, _ = self.replica
         number = replica * plan.num_microbatches + microbatch
         key = (torch.initial_seed(), self._num_steps, number)
         digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
