@@ -16,6 +16,7 @@ set_defaults()
 # `python -m torch_xla_pp` only reads and writes files: without torch it starts at once.
 if sys.orig_argv[1:3] != ["-m", "torch_xla_pp"]:
     from torch_xla_pp.errors import (
+        CheckpointError,
         PipelineError,
         PlanError,
         ScheduleError,
@@ -35,13 +36,14 @@ if sys.orig_argv[1:3] != ["-m", "torch_xla_pp"]:
     )
     from torch_xla_pp.schedule import Action, Schedule
     from torch_xla_pp.spmd_pipeline import spmd_pipeline
-    from torch_xla_pp import xla_compat
+    from torch_xla_pp import checkpoint, xla_compat
 
     xla_compat.size_pool()
 
 __all__ = [
     "Action",
     "AxisRules",
+    "CheckpointError",
     "Pipe",
     "PipelineError",
     "PipelineStage",
@@ -52,6 +54,7 @@ __all__ = [
     "StageShapeError",
     "TransportError",
     "TransportTimeout",
+    "checkpoint",
     "clip_grad_norm_",
     "deferred_init",
     "device",
