@@ -5,7 +5,7 @@ what several devices hold is read of the first of them.
 """
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -107,12 +107,12 @@ class DeviceTensor:
 
 
 class Whole:
-    """Keep a mapping in one piece, whose keys would become texts in a state dict.
+    """Keep a value in one piece, such as a mapping whose keys are no texts.
 
-    In a file there is the mapping itself.
+    In a file there is the value itself.
     """
 
-    def __init__(self, value: Mapping[Any, Any]) -> None:
+    def __init__(self, value: Any) -> None:
         self._value = value
 
     def __reduce__(self) -> tuple[Any, ...]:

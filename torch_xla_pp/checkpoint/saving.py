@@ -8,6 +8,7 @@ and raised by the next call.
 """
 
 import functools
+import logging
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.stateful import Stateful
@@ -27,7 +27,9 @@ from torch_xla_pp.checkpoint.planners import LoadPlanner, SavePlanner
 from torch_xla_pp.checkpoint.state import State
 from torch_xla_pp.checkpoint.storage import Reader, Writer
 from torch_xla_pp.errors import CheckpointError
-from torch_xla_pp.transport import Rendezvous, XlaPpProcessGroup, of_group
+from torch_xla_pp.transport import Rendezvous, XlaPpProcessGroup
+
+_logger = logging.getLogger(__name__)
 
 Saved = State | Mapping[str, Any]
 
@@ -37,7 +39,6 @@ def save(
     checkpoint_id: str | PathLike[str],
     *,
     keep_last: int | None = None,
-    process_group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Save a run; all ranks must call it, between two steps.
 
@@ -50,7 +51,6 @@ def save(
         keep_last: How many of the checkpoints in the folder above are kept, this one
             included; those with the largest numbers at the end of their names. None
             keeps all.
-        process_group: All ranks of the job, None for the default group.
 
     Returns:
         The folder.
@@ -62,7 +62,7 @@ def save(
     Example:
         >>> save(state, f"checkpoints/step-{step}", keep_last=3)
     """
-    group = of_group(process_group)
+    group = _group_of(state)
     _wait(group)
     saving = _Saving(group, Path(checkpoint_id), keep_last)
     saving.agree(state)
@@ -76,7 +76,6 @@ def async_save(
     *,
     keep_last: int | None = None,
     while_saving: Literal["wait", "refuse"] = "wait",
-    process_group: dist.ProcessGroup | None = None,
 ) -> "Future[Path]":
     """Save a run as it is now, and return as soon as its values are copied.
 
@@ -90,7 +89,6 @@ def async_save(
         keep_last: As for `save`.
         while_saving: What to do if the one before is still being written: "wait" for
             it, or "refuse", an error on every rank.
-        process_group: As for `save`.
 
     Returns:
         What gives the folder when it is whole. Wait for it before the process group is
@@ -100,7 +98,7 @@ def async_save(
         ValueError: `while_saving` is something else.
         CheckpointError: As by `save`; or one is being written, or has failed.
     """
-    group = of_group(process_group)
+    group = _group_of(state)
     if while_saving not in ("wait", "refuse"):
         raise ValueError(
             f"while_saving: expected 'wait' or 'refuse', got {while_saving!r}. Pass "
@@ -123,7 +121,6 @@ def load(
     checkpoint_id: str | PathLike[str],
     *,
     strict: bool = True,
-    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Load what `save` or torch.distributed.checkpoint has written, on any ranks.
 
@@ -135,16 +132,16 @@ def load(
         checkpoint_id: The folder.
         strict: Whether names that are missing, unexpected or of another shape are an
             error. Otherwise what fits by name is loaded.
-        process_group: As for `save`.
 
     Raises:
         CheckpointError: It is of another model, damaged or not there; on every rank.
     """
-    group = of_group(process_group)
+    group = _group_of(state)
     _wait(group)
     path = folders.existing(checkpoint_id)
     rendezvous = group.rendezvous
     with rendezvous.reporting(f"loading {path}"):
+        _check_alike(rendezvous.exchange("checkpoint: folder", str(path)))
         reader, planner = Reader(path), LoadPlanner(strict=strict)
         contents = _contents(state)
         metadata = reader.read_metadata()
@@ -219,6 +216,7 @@ class _Saving:
             try:
                 self.run()
             except BaseException as error:
+                _logger.error("%s was not saved: %s", self.path, error)
                 self.future.set_exception(error)
             else:
                 self.future.set_result(self.path)
@@ -288,6 +286,28 @@ def _refuse_second(group: XlaPpProcessGroup) -> None:
         raise CheckpointError(
             f"async_save: expected the save before to be done, got one that still "
             f"writes{where}. Save less often, or pass while_saving='wait'."
+        )
+
+
+def _group_of(state: Saved) -> XlaPpProcessGroup:
+    if isinstance(state, State):
+        return state.group
+    found = [value.group for value in state.values() if isinstance(value, State)]
+    if not found:
+        raise TypeError(
+            f"checkpoint: expected a State or a dict with one, got {sorted(state)}. "
+            "Make a State of the stages."
+        )
+    return found[0]
+
+
+def _check_alike(told: list[str]) -> None:
+    """Refuse to load several checkpoints, say because a rank sees one too late."""
+    if len(set(told)) > 1:
+        listed = "; ".join(f"rank {rank}: {own}" for rank, own in enumerate(told))
+        raise CheckpointError(
+            f"checkpoint: expected one folder on all ranks, got {listed}. Let one rank "
+            "call latest, and tell the others."
         )
 
 

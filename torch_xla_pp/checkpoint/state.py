@@ -22,7 +22,7 @@ from torch_xla_pp.checkpoint.optimizers import (
     options_by_name,
 )
 from torch_xla_pp.checkpoint.parts import Names, Stage, held_by, names_of, values_of
-from torch_xla_pp.transport import Rendezvous, of_group
+from torch_xla_pp.transport import Rendezvous, XlaPpProcessGroup, of_group
 
 _STEPS = "steps"
 
@@ -70,6 +70,11 @@ class State:
         self._optimizers = _several(Optimizer, optimizer)
         self._scheduler = schedule if isinstance(schedule, Stateful) else None
         self._group = of_group(process_group)
+
+    @property
+    def group(self) -> XlaPpProcessGroup:
+        """Return all ranks of the job."""
+        return self._group
 
     @property
     def rendezvous(self) -> Rendezvous:
@@ -121,8 +126,14 @@ class State:
         found = state_dict.found
         for stage in self._stages:
             for name, value in values_of(stage).items():
-                if isinstance(value, Tensor) and name in found.values:
-                    write(value, parts_of(state_dict[found.values[name]]))
+                if name not in found.values:
+                    continue
+                saved = state_dict[found.values[name]]
+                if isinstance(value, Tensor):
+                    write(value, parts_of(saved))
+                else:
+                    path = name.rpartition(".")[0]
+                    stage.submod.get_submodule(path).set_extra_state(saved)
         for name in list(found.values):
             state_dict.pop(found.values[name], None)
         if found.has_optimizer:
@@ -156,7 +167,8 @@ class State:
             replica, _ = stage.replica
             for name, value in values_of(stage).items():
                 if isinstance(value, torch.nn.Parameter) or replica == 0:
-                    found.setdefault(name, value)
+                    is_tensor = isinstance(value, Tensor)
+                    found.setdefault(name, value if is_tensor else Whole(value))
         return found
 
     def _own_buffers(self) -> dict[str, Any]:
@@ -164,7 +176,7 @@ class State:
             name: value
             for stage in self._stages
             for name, value in values_of(stage).items()
-            if not isinstance(value, torch.nn.Parameter)
+            if isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter)
         }
 
     def _slots(
