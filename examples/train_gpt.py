@@ -6,8 +6,9 @@ The text is Python's own documentation, which every CPython ships. Lines marked
 
     CPU_NUM_DEVICES=2 torchrun --nproc-per-node 2 examples/train_gpt.py
 
-The last line is `final val loss X`: the mean cross-entropy per character of held-out
-text, in nats.
+With `--checkpoint FOLDER` it saves every 50 steps and at the end, and goes on from
+there. The last line is `final val loss X`: the mean cross-entropy per character of
+held-out text, in nats.
 """
 
 import argparse
@@ -78,6 +79,7 @@ def main() -> None:
     parser.add_argument("--schedule", default="1F1B", help="a class of torch, by name")
     for option, default in (("steps", 200), ("batch", 64), ("microbatches", 8)):
         parser.add_argument(f"--{option}", type=int, default=default)
+    parser.add_argument("--checkpoint", help="a folder to save into and go on from")
     args = parser.parse_args()
     name = args.schedule.removeprefix("Schedule")
 
@@ -116,14 +118,24 @@ def main() -> None:
         return output, sum(loss.item() for loss in losses) / args.microbatches
 
     generator = torch.Generator().manual_seed(1)
-    bar = tqdm(range(args.steps), disable=not is_last, mininterval=1)
-    for _ in bar:
+    extra = {"step": 0, "batches": generator.get_state()}
+    state = xpp.checkpoint.State(stages=stages, optimizer=optimizer, extra=extra)
+    if args.checkpoint and (last := xpp.checkpoint.latest(args.checkpoint)):
+        xpp.checkpoint.load(state, last)
+        generator.set_state(extra["batches"])
+    start = extra["step"]
+    bar = tqdm(range(start, args.steps), disable=not is_last, mininterval=1)
+    for step in bar:
         begin = time.perf_counter()
         _, loss = call(schedule.step, *batch(train, args.batch, generator))
         optimizer.step()
         optimizer.zero_grad()
         speed = args.batch * LENGTH / (time.perf_counter() - begin)
         bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
+        if args.checkpoint and ((step + 1) % 50 == 0 or step + 1 == args.steps):
+            extra |= {"step": step + 1, "batches": generator.get_state()}
+            folder = f"{args.checkpoint}/step-{step + 1}"
+            xpp.checkpoint.save(state, folder, keep_last=2)
 
     held = [batch(held_out, args.batch, generator) for _ in range(4)]
     val_loss = sum(call(schedule.eval, x, y)[1] for x, y in held) / len(held)

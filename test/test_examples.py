@@ -1,11 +1,13 @@
 """Every example runs to its last line."""
 
 import re
+from pathlib import Path
 
 import pytest
 from scripts import run_script
 from torchrun import ROOT, torchrun
 
+from torch_xla_pp.checkpoint import latest
 from torch_xla_pp.testing import Worlds
 
 pytestmark = pytest.mark.worlds
@@ -22,6 +24,21 @@ def test_train_gpt_learns_and_ends_with_its_loss() -> None:
     # Untrained, the loss is that of 100 equally likely characters: 4.6.
     assert float(last.split()[-1]) < 4.2
     assert "sample: " in printed
+
+
+def test_train_gpt_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """At another schedule, and ends as if there had been no break."""
+    script = ROOT / "examples" / "train_gpt.py"
+    small = (*SMALL, "--checkpoint", str(tmp_path))
+    torchrun(script, *small, "--steps", "3", ranks=2, devices=1)
+    assert latest(tmp_path) == tmp_path / "step-3"
+    more = ("--schedule", "ZBVZeroBubble")
+    resumed, whole = (
+        torchrun(script, *args, *more, ranks=2, devices=1) for args in (small, SMALL)
+    )
+    assert latest(tmp_path) == tmp_path / "step-6"
+    found, expected = (text.strip().split()[-1] for text in (resumed, whole))
+    assert float(found) == pytest.approx(float(expected), abs=2e-3)
 
 
 @pytest.mark.parametrize(

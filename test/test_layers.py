@@ -19,7 +19,7 @@ LAYERS = (
     ("plan", "simulate", "torch_compat"),
     ("compile",),
     ("runtime",),
-    ("profile", "launch"),
+    ("checkpoint", "profile", "launch"),
     ("cli",),
     ("torch_pipe",),
     ("pipe", "spmd"),

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.pure
 PUBLIC = [
     "Action",
     "AxisRules",
+    "CheckpointError",
     "Pipe",
     "PipelineError",
     "PipelineStage",
@@ -21,6 +22,7 @@ PUBLIC = [
     "StageShapeError",
     "TransportError",
     "TransportTimeout",
+    "checkpoint",
     "clip_grad_norm_",
     "deferred_init",
     "device",

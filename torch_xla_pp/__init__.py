@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from torch_xla_pp.on_import import prepare_process
 
 if TYPE_CHECKING:
+    from torch_xla_pp import checkpoint
     from torch_xla_pp.deferred import deferred_init, materialize
     from torch_xla_pp.errors import (
+        CheckpointError,
         PipelineError,
         PlanError,
         ScheduleError,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Action",
     "AxisRules",
+    "CheckpointError",
     "Pipe",
     "PipelineError",
     "PipelineStage",
@@ -47,6 +50,7 @@ __all__ = [
     "StageShapeError",
     "TransportError",
     "TransportTimeout",
+    "checkpoint",
     "clip_grad_norm_",
     "deferred_init",
     "device",
@@ -63,6 +67,7 @@ __all__ = [
 _HOMES = {
     "deferred": ("deferred_init", "materialize"),
     "errors": (
+        "CheckpointError",
         "PipelineError",
         "PlanError",
         "ScheduleError",
@@ -83,11 +88,14 @@ _HOMES = {
     "schedule": ("Action", "Schedule"),
     "spmd": ("spmd_pipeline",),
 }
+_ROOMS = ("checkpoint",)
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     """Import the part of the package that a name is of, when it is first used."""
+    if name in _ROOMS:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = importlib.import_module(f"{__name__}.{_HOME_OF[name]}")

@@ -48,3 +48,7 @@ class TransportError(PipelineError):
 
 class TransportTimeout(TransportError):
     """Report that a message did not arrive within the time limit."""
+
+
+class CheckpointError(PipelineError):
+    """Report a checkpoint that cannot be written, or is not what is asked for."""

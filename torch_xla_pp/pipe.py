@@ -40,6 +40,7 @@ from torch_xla_pp.graph import (
     in_mode,
     indexing_by_tensors,
     keep_parameters,
+    keep_persistence,
     prepare,
     reads_training,
     refuse_modes,
@@ -99,6 +100,7 @@ class Pipe(_TracedPipe):
         for index in range(self.num_stages):
             tie_parameters(names, self.get_stage_module(index))
             keep_parameters(model, self.get_stage_module(index))
+            keep_persistence(model, self.get_stage_module(index))
         self.stage_graph = describe_stages(self.split_gm, prepared.names, names)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

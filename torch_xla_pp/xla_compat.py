@@ -273,6 +273,19 @@ def replicate(value: Tensor) -> Tensor:
     return from_local_shards([value], replicated_sharding(), value.shape)
 
 
+def replace_value(tensor: Tensor, value: Tensor) -> None:
+    """Let `tensor` be what `value` is, device data with its sharding.
+
+    It stays the object that others know; nothing is computed or copied, and a value
+    that does not divide evenly stays split. Views of what `tensor` was keep that; its
+    `grad` is None afterwards.
+    """
+    if isinstance(tensor, torch.nn.Parameter):
+        value = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
+    torch._C._swap_tensor_impl(tensor, value)
+    torch.autograd.graph.increment_version(tensor)
+
+
 def sharding_of(tensor: Tensor) -> OpSharding:
     """Return the sharding of `tensor`, no annotation counted as replicated."""
     return op_sharding(tensor) or replicated_sharding()

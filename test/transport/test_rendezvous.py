@@ -249,10 +249,9 @@ def test_ranks_meet_whatever_some_have_reported() -> None:
         raise ValueError("before they meet")
     wait(lambda: not b.calm())
     for _ in range(2):
-        assert together([lambda r=r: r.meet("here", 20.0) for r in (a, b)]) == [
-            None,
-            None,
-        ]
+        calls = [lambda r=r: r.meet("here", 20.0, f"from {r.rank}") for r in (a, b)]
+        assert together(calls) == [["from 0", "from 1"]] * 2
+    # What was reported waits for the thread that it concerns.
     with pytest.raises(ValueError, match="before they meet"):
         b.check()
 

@@ -37,6 +37,8 @@ from torch_xla_pp.graph.template import Slot, Template
 from torch_xla_pp.graph.ties import (
     check_split_spec,
     keep_parameters,
+    keep_persistence,
+    original_name,
     tie_parameters,
     untied,
 )
@@ -70,6 +72,8 @@ __all__ = [
     "is_set",
     "keep_parameters",
     "mapped_as",
+    "keep_persistence",
+    "original_name",
     "pipeline_yield",
     "prepare",
     "reads_training",

@@ -99,11 +99,11 @@ def tie_parameters(groups: Iterable[tuple[str, ...]], stage: nn.Module) -> None:
     first: dict[str, Tensor] = {}
 
     def order(place: TensorPlace) -> int:
-        return number.get(_plain(place), 0)
+        return number.get(original_name(place.name), 0)
 
     _list_calls_last(stage)
     for place in sorted(_parameters_of(stage), key=order):
-        plain = _plain(place)
+        plain = original_name(place.name)
         place.put(first.setdefault(group_of.get(plain, plain), place.tensor))
 
 
@@ -114,17 +114,27 @@ def keep_parameters(module: nn.Module, stage: nn.Module) -> None:
     """
     known = {place.name: place.tensor for place in _parameters_of(module)}
     for place in _parameters_of(stage):
-        if _plain(place) in known:
-            place.put(known[_plain(place)])
+        plain = original_name(place.name)
+        if plain in known:
+            place.put(known[plain])
 
 
 def _parameters_of(module: nn.Module) -> list[TensorPlace]:
     return [place for place in places_of(module) if place.holding == PARAMETER]
 
 
-def _plain(place: TensorPlace) -> str:
-    """Return the name that a parameter has in the first call of its submodule."""
-    return _CALL_NUMBER.sub("", place.name)
+def keep_persistence(module: nn.Module, stage: nn.Module) -> None:
+    """Let a stage's state dict have no buffer that the model's has not."""
+    known = set(module.state_dict(keep_vars=True))
+    for path, part in stage.named_modules():
+        for key in part._buffers:
+            if original_name(f"{path}.{key}" if path else key) not in known:
+                part._non_persistent_buffers_set.add(key)
+
+
+def original_name(name: str) -> str:
+    """Return the name in the model of what a traced stage has under `name`."""
+    return _CALL_NUMBER.sub("", name)
 
 
 def _list_calls_last(stage: nn.Module) -> None:

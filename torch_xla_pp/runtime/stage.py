@@ -93,6 +93,10 @@ class PipelineStage(SilentStage):
         ValueError: An argument does not fit; raised on every rank in its first step
             at the latest.
 
+    Attributes:
+        num_steps: How many steps the stage has begun; random numbers depend on it. To
+            go on where another run was, set it to what it was there, on all ranks.
+
     Example:
         >>> stage = PipelineStage(block, 0, 2, xpp.device(), mesh=mesh["data"])
     """
@@ -301,6 +305,16 @@ class PipelineStage(SilentStage):
         """
         run = self.rank.run(self)
         return self.model.explain(run.plan, run.compiled)
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Return the group of each parameter that other stages have copies of."""
+        return self.model.tied
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """Return which replica of the pipeline this is, and of how many."""
+        return self.model.replica
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by name, without copies that an earlier stage owns.

@@ -283,6 +283,11 @@ class StageModel:
     # When asked.
 
     @property
+    def tied(self) -> dict[str, str]:
+        """Return name → group, of parameters that other stages have copies of."""
+        return self._tied.groups()
+
+    @property
     def replica(self) -> tuple[int, int]:
         """Return which replica of the pipeline this is, and of how many."""
         found = self.replicas

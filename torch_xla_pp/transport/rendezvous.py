@@ -182,10 +182,19 @@ class Rendezvous:
         with self._changed:
             return [pickle.loads(self._values.pop(entry)) for entry in entries]
 
-    def meet(self, name: str, timeout_s: float) -> None:
+    def meet(self, name: str, timeout_s: float, value: Any = None) -> list[Any]:
         """Wait for all ranks, of which some may have to leave a generation yet.
 
-        A failure that was reported is raised by what it concerns, not here.
+        A failure that was reported is raised by what it concerns, not here. So another
+        thread than the one that trains may call.
+
+        Args:
+            name: Each call with the same name is a new round.
+            timeout_s: How long to wait.
+            value: What to tell the others.
+
+        Returns:
+            The `value` of every rank, by rank.
 
         Raises:
             TransportTimeout: A rank did not call in time.
@@ -194,12 +203,13 @@ class Rendezvous:
         number = self._meetings[name]
         self._meetings[name] += 1
         own = _Entry(f"{name}/{number}", self.rank, None)
-        self._flood("value", *own, b"")
-        entries = [own._replace(rank=r) for r in range(self.size) if r != self.rank]
+        data = pickle.dumps(value)
+        self._flood("value", *own, data)
+        entries = [own._replace(rank=rank) for rank in range(self.size)]
+        self._keep(own, data)
         self._await(entries, name, timeout_s, heeds_reports=False)
         with self._changed:
-            for entry in entries:
-                del self._values[entry]
+            return [pickle.loads(self._values.pop(entry)) for entry in entries]
 
     def _await(
         self,

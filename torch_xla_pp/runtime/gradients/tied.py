@@ -188,6 +188,10 @@ class TiedParameters:
             for tie, parameter in self._parameters().items()
         }
 
+    def groups(self) -> dict[str, str]:
+        """Return name of the parameter → group."""
+        return {name: group for group, name in self._names.items()}
+
     def tilings(self) -> dict[str, Tiling]:
         """Return tie → tiling of the parameter on this rank."""
         parameters = self._parameters()

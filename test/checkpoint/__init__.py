@@ -1,0 +1,1 @@
+"""Tests of checkpoints; a package, as there is a benchmark of that name."""

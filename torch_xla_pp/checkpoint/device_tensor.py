@@ -1,0 +1,196 @@
+"""Tensors as torch.distributed.checkpoint sees them: parts of a whole.
+
+Law: a shard is read as a shard. Nothing is gathered, on a device or on the host, and
+what several devices hold is read of the first of them.
+"""
+
+import copy
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from torch_xla_pp import xla_compat
+from torch_xla_pp.mesh import Box, Tiling
+from torch_xla_pp.transport import ShardLayout
+
+Offset = tuple[int, ...]
+
+
+class DeviceTensor:
+    """Show a planner which parts of a tensor this rank has.
+
+    A rank has all of it, in one part on the host or in one for each tile that its
+    devices hold. Deep copies are on the host.
+
+    Args:
+        tensor: On the host, or device data.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor
+        self._parts: dict[Offset, Tensor] = {}
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+        self._tiling = tiling_of(tensor)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the whole tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def boxes(self) -> dict[Offset, Box]:
+        """Return the parts by where they begin."""
+        found = [self._tiling.box(tile) for tile in sorted(set(self._tiling.tiles))]
+        return {box.start: box for box in found if box.num_elements} or {
+            box.start: box for box in found[:1]
+        }
+
+    def parts(self) -> dict[Offset, Tensor]:
+        """Return the parts on the host, by where they begin."""
+        if self._tensor is None:
+            return self._parts
+        shards = _shards(self._tensor)
+        boxes = self.boxes()
+        found = {}
+        for device, tile in enumerate(self._tiling.tiles[: len(shards)]):
+            box = self._tiling.box(tile)
+            if boxes.get(box.start) == box and box.start not in found:
+                found[box.start] = shards[device][tuple(map(slice, box.sizes))]
+        return found
+
+    def stage(self, offsets: Collection[Offset]) -> None:
+        """Keep some parts on the host, as they are now; the tensor may change then."""
+        found = self.parts()
+        is_shared = self._tensor is not None and self._tensor.device.type != "xla"
+        self._parts = {
+            offset: found[offset].clone() if is_shared else found[offset]
+            for offset in offsets
+        }
+        self._tensor = None
+
+    def __deepcopy__(self, memo: object) -> "DeviceTensor":
+        if self._tensor is None:
+            raise TypeError("expected a tensor that is not staged, got a staged one")
+        copied = DeviceTensor(self._tensor)
+        copied.stage(self.boxes())
+        return copied
+
+    def __create_write_items__(  # torch's protocol
+        self, fqn: str, _: object
+    ) -> list[WriteItem]:
+        size = torch.Size(self.shape)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, offset),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(
+                        offsets=torch.Size(offset), sizes=torch.Size(box.sizes)
+                    ),
+                    properties=TensorProperties(dtype=self.dtype),
+                    size=size,
+                ),
+            )
+            for offset, box in self.boxes().items()
+        ]
+
+
+class Whole:
+    """Keep a value in one piece, such as a mapping whose keys are no texts.
+
+    In a file there is the value itself.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copy.copy, (self._value,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Whole":
+        return Whole(copy.deepcopy(self._value, memo))
+
+
+def tiling_of(tensor: Tensor) -> Tiling:
+    """Return which part of a tensor each device of this rank holds."""
+    if tensor.device.type == "xla":
+        return ShardLayout.of_tensor(tensor).tiling
+    return Tiling(shape=tuple(tensor.shape), grid=(1,) * tensor.dim(), tiles=(0,))
+
+
+def write(tensor: Tensor, read: Callable[[Box], Tensor]) -> None:
+    """Give `tensor` a value; each device gets its part.
+
+    Args:
+        tensor: A parameter, buffer or the like, on devices or on the host. What is not
+            annotated becomes replicated.
+        read: Returns a part of the value, on the host. Other dtypes are cast.
+    """
+    if tensor.device.type == "xla":
+        xla_compat.replace_value(tensor, _uploaded(read, tensor))
+        return
+    with torch.no_grad():
+        tensor.copy_(read(tiling_of(tensor).box(0)))
+
+
+def parts_of(value: Tensor) -> Callable[[Box], Tensor]:
+    """Return what returns parts of a value."""
+    return lambda box: value[box.slices]
+
+
+def uploaded(value: Tensor, like: Tensor) -> Tensor:
+    """Return a value of the host as device data that lies as `like`.
+
+    What has another shape than `like` is replicated.
+    """
+    if value.shape != like.shape:
+        return xla_compat.replicate(value.contiguous())
+    return _uploaded(parts_of(value), like, value.dtype)
+
+
+def _uploaded(
+    read: Callable[[Box], Tensor], like: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
+    tiling = tiling_of(like)
+    shards: dict[int, Tensor] = {}
+    for tile in tiling.tiles:
+        if tile not in shards:
+            part = read(tiling.box(tile)).to(dtype or like.dtype)
+            shards[tile] = _padded(part, tiling.shard_shape)
+    if xla_compat.is_replicated(like):
+        return xla_compat.replicate(shards[0])
+    return xla_compat.from_local_shards(
+        [shards[tile] for tile in tiling.tiles],
+        xla_compat.sharding_of(like),
+        tiling.shape,
+    )
+
+
+def _padded(part: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if part.shape == shape:
+        return part.contiguous()
+    whole = part.new_zeros(shape)
+    whole[tuple(map(slice, part.shape))] = part
+    return whole
+
+
+def _shards(tensor: Tensor) -> list[Tensor]:
+    """Return a tensor's shards by device, one if it is whole."""
+    if tensor.device.type != "xla":
+        return [tensor.detach()]
+    if xla_compat.is_replicated(tensor):
+        # Reads the first device alone, and compiles nothing.
+        return [tensor.detach().cpu()]
+    (shards,) = xla_compat.read_shards([tensor])
+    return shards

@@ -1,0 +1,100 @@
+"""Folders of checkpoints: written beside, renamed when whole, and dropped when old.
+
+Law: at any moment the last checkpoint that was finished is on disk under its name, or,
+while another one takes its place, beside it.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from torch_xla_pp.checkpoint.storage import METADATA
+
+_NUMBER = re.compile(r"(\d+)\D*$")
+_PARTIAL, _REPLACED = ".partial", ".replaced"
+
+
+def partial_of(path: Path) -> Path:
+    """Return where a checkpoint is written before it is whole."""
+    return path.with_name(f".{path.name}{_PARTIAL}")
+
+
+def begin(path: Path) -> Path:
+    """Make room for a checkpoint; what a killed save has left goes."""
+    partial = partial_of(path)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def drop(path: Path) -> None:
+    """Remove what a save that failed has written."""
+    shutil.rmtree(partial_of(path), ignore_errors=True)
+
+
+def publish(path: Path) -> None:
+    """Let a checkpoint that is whole be found under its name."""
+    partial, old = partial_of(path), path.with_name(f".{path.name}{_REPLACED}")
+    _sync(partial)
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+    partial.rename(path)
+    _sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def keep(path: Path, count: int) -> None:
+    """Remove the older ones of the checkpoints beside one, which counts, too.
+
+    Only folders with a number in their name count.
+    """
+    for old in _numbered(path.parent)[:-count]:
+        if old != path:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def latest(path: str | os.PathLike[str]) -> Path | None:
+    """Return the newest checkpoint in a folder of checkpoints, None if there is none.
+
+    The newest is the one with the largest number at the end of its name, as in
+    "step-500". Those that were not finished do not count.
+
+    Args:
+        path: The folder, which need not be there.
+    """
+    found = _numbered(Path(path))
+    return found[-1] if found else None
+
+
+def existing(path: str | os.PathLike[str]) -> Path:
+    """Return where a checkpoint is that was saved under a name."""
+    path = Path(path)
+    old = path.with_name(f".{path.name}{_REPLACED}")
+    return old if not path.exists() and old.exists() else path
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """Return the finished checkpoints in a folder that have a number, in order."""
+    found: dict[str, tuple[int, Path]] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        name = path.name
+        if name.startswith("."):
+            if not name.endswith(_REPLACED):
+                continue
+            name = name[1 : -len(_REPLACED)]
+        number = _NUMBER.search(name)
+        if number and (path / METADATA).exists():
+            # One under its own name, which comes later, takes the place of another.
+            found[name] = int(number[1]), path
+    return [path for _, path in sorted(found.values())]
+
+
+def _sync(folder: Path) -> None:
+    """Let what a folder lists be on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,256 @@
+"""Files of a checkpoint: torch's own, with what tells that they are whole.
+
+torch.distributed.checkpoint puts one `torch.save` after another into a file. Each is a
+zip file, in which the data of a tensor has a checksum that torch writes but does not
+look at. What else there is has none: its checksum goes beside its place in the
+checkpoint's metadata, and that of the metadata into a file that `sha256sum -c` reads.
+"""
+
+import hashlib
+import io
+import os
+import pickle
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from torch_xla_pp.errors import CheckpointError
+
+METADATA = ".metadata"
+_SUMS = "SHA256SUMS"
+_CHECKSUM = "rest_crc32"
+_LARGE_BYTES = 1 << 16
+_LOCAL_HEADER_BYTES = 30
+
+
+class Writer(FileSystemWriter):
+    """Write a checkpoint with checksums.
+
+    Args:
+        path: A folder, made if it is not there.
+    """
+
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> Future[list[WriteResult]]:
+        """Write this rank's file."""
+        done = super().write_data(plan, planner)
+        results: list[WriteResult] = done.value()
+        files: dict[str, list[WriteResult]] = {}
+        for result in results:
+            files.setdefault(result.storage_data.relative_path, []).append(result)
+        for name, own in files.items():
+            with (Path(self.path) / name).open("rb") as file:
+                for result in own:
+                    place = result.storage_data
+                    view = _View(file, place.offset, place.length)
+                    setattr(place, _CHECKSUM, _rest_checksum(view, place.length))
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write what says where everything is, and its checksum."""
+        super().finish(metadata, results)
+        folder = Path(self.path)
+        digest = hashlib.sha256((folder / METADATA).read_bytes()).hexdigest()
+        with (folder / _SUMS).open("w") as file:
+            file.write(f"{digest}  {METADATA}\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class Reader(FileSystemReader):
+    """Read a checkpoint, each part that is needed once, and refuse damaged files.
+
+    Attributes:
+        num_bytes: How much was read of the parts.
+    """
+
+    num_bytes = 0
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read what says where everything is.
+
+        Raises:
+            CheckpointError: It is not there, or damaged.
+        """
+        folder = Path(self.path)
+        file, sums = folder / METADATA, folder / _SUMS
+        try:
+            data = file.read_bytes()
+            lines = sums.read_text().splitlines() if sums.exists() else []
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(
+                f"{folder}: expected a checkpoint of torch.distributed.checkpoint, got "
+                f"{error}. Pass a folder that has a file {METADATA}, e.g. what latest "
+                "returns."
+            ) from error
+        digest = hashlib.sha256(data).hexdigest()
+        if sums.exists() and f"{digest}  {METADATA}" not in lines:
+            raise _damaged(file, f"its SHA-256 is not the one in {_SUMS}")
+        try:
+            metadata: Metadata = pickle.loads(data)
+        except Exception as error:
+            raise _damaged(file, str(error)) from error
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what a plan asks for.
+
+        Raises:
+            CheckpointError: A file is not there, or damaged.
+        """
+        if any(_has_transforms(self.storage_data[i.storage_index]) for i in plan.items):
+            return super().read_data(plan, planner)
+        for name, parts in _by_file(plan.items, self.storage_data).items():
+            path = Path(self.path) / name
+            try:
+                with path.open("rb") as file:
+                    for (offset, length, checksum), items in sorted(
+                        parts.items(), key=lambda part: part[0][0]
+                    ):
+                        file.seek(offset)
+                        data = file.read(length)
+                        self.num_bytes += len(data)
+                        _check(path, data, length, checksum)
+                        _give(path, data, items, planner)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path}: expected a readable file, got {error}. Look at the "
+                    "storage, or load another checkpoint."
+                ) from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+class _View(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
+        self._file, self._start, self._length = file, offset, length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}
+        self._position = base[whence] + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._position)
+        self._file.seek(self._start + self._position)
+        data = self._file.read(left if size < 0 else min(size, left))
+        self._position += len(data)
+        return data
+
+
+def _by_file(
+    items: list[ReadItem], places: dict[Any, Any]
+) -> dict[str, dict[tuple[int, int, int | None], list[ReadItem]]]:
+    """Return file → where a part begins, its length and checksum → what needs it."""
+    found: dict[str, dict[tuple[int, int, int | None], list[ReadItem]]] = {}
+    for item in items:
+        place = places[item.storage_index]
+        part = place.offset, place.length, getattr(place, _CHECKSUM, None)
+        found.setdefault(place.relative_path, {}).setdefault(part, []).append(item)
+    return found
+
+
+def _has_transforms(place: Any) -> bool:
+    return bool(getattr(place, "transform_descriptors", None))
+
+
+def _give(path: Path, data: bytes, items: list[ReadItem], planner: LoadPlanner) -> None:
+    """Hand a part to all that need it."""
+    if items[0].type == LoadItemType.BYTE_IO:
+        for item in items:
+            planner.load_bytes(item, io.BytesIO(data))
+        return
+    try:
+        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise _damaged(path, str(error)) from error
+    for item in items:
+        part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(part)
+        planner.commit_tensor(item, target)
+
+
+def _check(path: Path, data: bytes, length: int, checksum: int | None) -> None:
+    """Refuse a part that is not what was written.
+
+    Raises:
+        CheckpointError: Names the file.
+    """
+    if len(data) < length:
+        raise _damaged(path, "it ends too early")
+    try:
+        found = _rest_checksum(io.BytesIO(data), length)
+        if checksum is not None and found != checksum:
+            raise _damaged(path, "a checksum does not match")
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if (name := archive.testzip()) is not None:
+                raise _damaged(path, f"the checksum of {name} does not match")
+    except CheckpointError:
+        raise
+    except Exception as error:  # zipfile raises many kinds for what is no zip file.
+        raise _damaged(path, str(error)) from error
+
+
+def _damaged(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: expected the file that was written, got a damaged one: {reason}. "
+        "Load another checkpoint."
+    )
+
+
+def _rest_checksum(view: Any, length: int) -> int:
+    """Return a checksum of a zip file without the data of its large entries."""
+    found, position = 0, 0
+    for start, end in [*_large_entries(view), (length, length)]:
+        view.seek(position)
+        found = zlib.crc32(view.read(start - position), found)
+        position = end
+    return found
+
+
+def _large_entries(view: Any) -> Iterator[tuple[int, int]]:
+    """Yield where the data of large entries begin and end."""
+    with zipfile.ZipFile(view) as archive:
+        entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
+    for entry in entries:
+        if entry.compress_size < _LARGE_BYTES:
+            continue
+        view.seek(entry.header_offset)
+        header = view.read(_LOCAL_HEADER_BYTES)
+        # The lengths of the name and of what pads the data.
+        names = int.from_bytes(header[26:28], "little")
+        names += int.from_bytes(header[28:30], "little")
+        start = entry.header_offset + _LOCAL_HEADER_BYTES + names
+        yield start, start + entry.compress_size
