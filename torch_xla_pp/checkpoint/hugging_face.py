@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_xla_pp import xla_compat
 from torch_xla_pp.checkpoint import folders
 from torch_xla_pp.checkpoint.device_tensor import DeviceTensor, write
-from torch_xla_pp.checkpoint.parts import Names, Stage, held_by, values_of
+from torch_xla_pp.checkpoint.parts import Names, SavedStage, held_by, values_of
 from torch_xla_pp.errors import CheckpointError
 from torch_xla_pp.mesh import Box
 from torch_xla_pp.transport import Rendezvous, of_group
@@ -29,7 +29,7 @@ _SINGLE = "model.safetensors"
 
 
 def load_safetensors(
-    stages: Stage | Iterable[Stage],
+    stages: SavedStage | Iterable[SavedStage],
     directory: str | os.PathLike[str],
     *,
     process_group: dist.ProcessGroup | None = None,
@@ -80,7 +80,7 @@ def load_safetensors(
 
 
 def save_safetensors(
-    stages: Stage | Iterable[Stage],
+    stages: SavedStage | Iterable[SavedStage],
     directory: str | os.PathLike[str],
     *,
     max_file_bytes: int = 5 * 2**30,
@@ -181,11 +181,11 @@ def _library() -> ModuleType:
     return safetensors
 
 
-def _listed(stages: Stage | Iterable[Stage]) -> list[Stage]:
+def _listed(stages: SavedStage | Iterable[SavedStage]) -> list[SavedStage]:
     return list(stages) if isinstance(stages, Iterable) else [stages]
 
 
-def _agree(rendezvous: Rendezvous, stages: Sequence[Stage]) -> Names:
+def _agree(rendezvous: Rendezvous, stages: Sequence[SavedStage]) -> Names:
     told = rendezvous.exchange("safetensors: names", [held_by(s) for s in stages])
     return Names.of(part for parts in told for part in parts)
 
@@ -238,7 +238,7 @@ def _compare(
 
 
 def _written_here(
-    rendezvous: Rendezvous, stages: Sequence[Stage], names: Names
+    rendezvous: Rendezvous, stages: Sequence[SavedStage], names: Names
 ) -> dict[str, DeviceTensor]:
     """Return what this rank writes: replicas take turns, buffers are the first's."""
     found: dict[str, DeviceTensor] = {}

@@ -15,8 +15,8 @@ from torch_xla_pp.errors import CheckpointError
 from torch_xla_pp.graph import original_name
 
 
-class Stage(Protocol):
-    """What a checkpoint asks of a stage, see `XlaPipelineStage`."""
+class SavedStage(Protocol):
+    """What a checkpoint asks of a stage, see `PipelineStage`."""
 
     submod: nn.Module
     stage_index: int
@@ -45,7 +45,7 @@ class Held(NamedTuple):
     group: str
 
 
-def values_of(stage: Stage) -> dict[str, Any]:
+def values_of(stage: SavedStage) -> dict[str, Any]:
     """Return parameters, buffers and extra state of a stage by name."""
     found: dict[str, Any] = {}
     for name, value in stage.submod.state_dict(keep_vars=True).items():
@@ -54,7 +54,7 @@ def values_of(stage: Stage) -> dict[str, Any]:
     return found
 
 
-def held_by(stage: Stage) -> dict[str, Held]:
+def held_by(stage: SavedStage) -> dict[str, Held]:
     """Describe what a stage has, for the other ranks."""
     values = values_of(stage)
     groups = {original_name(name): group for name, group in stage.tied.items()}
@@ -139,7 +139,7 @@ def _each(told: Iterable[dict[str, Held]]) -> Iterator[tuple[str, Held]]:
         yield from part.items()
 
 
-def names_of(stages: Sequence[Stage]) -> dict[int, tuple[int, str]]:
+def names_of(stages: Sequence[SavedStage]) -> dict[int, tuple[int, str]]:
     """Return id of each parameter → its stage and its name there."""
     return {
         id(value): (stage.stage_index, name)

@@ -21,7 +21,13 @@ from torch_xla_pp.checkpoint.optimizers import (
     merged,
     options_by_name,
 )
-from torch_xla_pp.checkpoint.parts import Names, Stage, held_by, names_of, values_of
+from torch_xla_pp.checkpoint.parts import (
+    Names,
+    SavedStage,
+    held_by,
+    names_of,
+    values_of,
+)
 from torch_xla_pp.transport import Rendezvous, XlaPpProcessGroup, of_group
 
 _STEPS = "steps"
@@ -59,7 +65,7 @@ class State:
     def __init__(
         self,
         *,
-        stages: Stage | Iterable[Stage] | None = None,
+        stages: SavedStage | Iterable[SavedStage] | None = None,
         optimizer: Optimizer | Iterable[Optimizer] | None = None,
         schedule: Any | None = None,
         extra: dict[str, Any] | None = None,
@@ -262,8 +268,8 @@ class State:
 
 
 def _stages(
-    stages: Stage | Iterable[Stage] | None, schedule: Any | None
-) -> Sequence[Stage]:
+    stages: SavedStage | Iterable[SavedStage] | None, schedule: Any | None
+) -> Sequence[SavedStage]:
     """Return the stages of this rank.
 
     Raises:
@@ -273,7 +279,7 @@ def _stages(
     if given is None:
         # torch's schedules have no public name for what they drive.
         given = getattr(schedule, "_stages", None) or getattr(schedule, "_stage", ())
-    found: list[Stage] = list(given) if isinstance(given, Iterable) else [given]
+    found: list[SavedStage] = list(given) if isinstance(given, Iterable) else [given]
     if not found:
         raise ValueError(
             "State: expected the stages of this rank, or a schedule that drives them, "

@@ -68,7 +68,7 @@ def send(border: Border, values: Mapping[str, Tensor]) -> Tensor:
     return border.ops.send_op(route, tensors, border.layouts)
 
 
-def names_of(borders: Iterable[Border]) -> list[str]:
+def border_names(borders: Iterable[Border]) -> list[str]:
     """Return the names that borders have."""
     return [name for border in borders for name in border.names if name is not None]
 

@@ -51,16 +51,16 @@ class ProgramSpec:
     @property
     def added(self) -> dict[str, Sequence[str]]:
         """Return the `parts` of what the program reads, sends or returns."""
-        used = {*self.function.inputs, *border.names_of(self.sent)}
+        used = {*self.function.inputs, *border.border_names(self.sent)}
         used.update(self.wanted or ())
         return {name: parts for name, parts in self.parts.items() if name in used}
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """Return the names of the values that a call needs."""
-        arriving = {*border.names_of(self.received), *self.added}
+        arriving = {*border.border_names(self.received), *self.added}
         made = arriving.union(self.function.outputs)
-        sent = [name for name in border.names_of(self.sent) if name not in made]
+        sent = [name for name in border.border_names(self.sent) if name not in made]
         parts = [part for parts in self.added.values() for part in parts]
         read = [*self.function.inputs, *sent, *parts]
         needed = [name for name in read if name not in arriving]
@@ -74,7 +74,7 @@ class ProgramSpec:
         """Return the names of the values that a call returns."""
         outputs = self.function.outputs
         if self.wanted is not None:
-            made = (*outputs, *border.names_of(self.received), *self.added)
+            made = (*outputs, *border.border_names(self.received), *self.added)
             outputs = tuple(n for n in dict.fromkeys(made) if n in self.wanted)
         has_token = bool(self.received or self.sent or self.is_marked)
         return (*outputs, TOKEN) if has_token else outputs

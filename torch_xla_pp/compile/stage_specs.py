@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile.border import Border, names_of
+from torch_xla_pp.compile.border import Border, border_names
 from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.names import (
     accumulator,
@@ -157,7 +157,7 @@ class _Table:
         back = {input_grad(i): name for i, name in grads.items()}
         self._going_back = [sent.renamed(back) for sent in borders.grads]
         # What the caller gets; gradients that are sent are not among it.
-        sent = names_of(borders.grads)
+        sent = border_names(borders.grads)
         self._input_grads = {
             i: n for i, n in grads.items() if input_grad(i) not in sent
         }

@@ -38,7 +38,7 @@ _SHAPE = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")
 _BITS_OF_A_BYTE = 8
 _BITS_OF_PRED = 8
 
-Groups = frozenset[frozenset[int]]
+DeviceGroups = frozenset[frozenset[int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,9 +85,9 @@ def collectives_of(hlo: str, mesh: LocalMesh) -> tuple[Collective, ...]:
     )
 
 
-def _groups_of_axes(mesh: LocalMesh) -> dict[Groups, tuple[str, ...]]:
+def _groups_of_axes(mesh: LocalMesh) -> dict[DeviceGroups, tuple[str, ...]]:
     """Return the groups of devices along each set of axes, fewest axes first."""
-    found: dict[Groups, tuple[str, ...]] = {}
+    found: dict[DeviceGroups, tuple[str, ...]] = {}
     places = list(itertools.product(*map(range, mesh.shape)))
     for count in range(len(mesh.names) + 1):
         for axes in itertools.combinations(range(len(mesh.names)), count):
@@ -100,7 +100,7 @@ def _groups_of_axes(mesh: LocalMesh) -> dict[Groups, tuple[str, ...]]:
     return found
 
 
-def _groups(line: str, num_devices: int) -> Groups:
+def _groups(line: str, num_devices: int) -> DeviceGroups:
     """Return which devices exchange with each other."""
     iota = _IOTA.search(line)
     if iota is not None:
@@ -116,7 +116,7 @@ def _groups(line: str, num_devices: int) -> Groups:
     return _joined([int(n) for n in text.split(",")] for text in texts if text)
 
 
-def _joined(parts: Iterator[list[int]]) -> Groups:
+def _joined(parts: Iterator[list[int]]) -> DeviceGroups:
     """Join the parts that share devices, as pairs of senders and receivers do."""
     groups: list[set[int]] = []
     for part in parts:

@@ -55,7 +55,7 @@ def spans_of(
         offset_ns: What to add to its clock.
     """
     marks = _Marks(records)
-    arrived = latest(records, Event.ARRIVED)
+    arrived = latest_times(records, Event.ARRIVED)
     ended_ns, spans = 0, []
     for action, cost in dispatched.items():
         noted = marks.take(action)
@@ -101,7 +101,7 @@ def transfers_of(notes: Sequence[Notes]) -> tuple[Transfer, ...]:
     )
 
 
-def latest(records: Iterable[Note], event: Event) -> dict[Message, int]:
+def latest_times(records: Iterable[Note], event: Event) -> dict[Message, int]:
     """Return when an event of each message happened on the last device."""
     found: dict[Message, int] = {}
     for record in records:

@@ -10,7 +10,13 @@ from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.native import Event
 from torch_xla_pp.profile.clock import clock_offset_ns
 from torch_xla_pp.profile.recorder import StepRecorder
-from torch_xla_pp.profile.spans import Notes, latest, message_of, spans_of, transfers_of
+from torch_xla_pp.profile.spans import (
+    Notes,
+    latest_times,
+    message_of,
+    spans_of,
+    transfers_of,
+)
 from torch_xla_pp.runtime import NOBODY, RankPipeline, TorchSchedule
 from torch_xla_pp.timeline import Timeline, summarize, to_chrome, to_picture
 from torch_xla_pp.transport import (
@@ -128,11 +134,13 @@ def _notes(rank: int, recorder: StepRecorder, offset_ns: int) -> Notes:
         if record.event is Event.SENT:
             message = message_of(record)
             sizes[message] = sizes.get(message, 0) + record.num_bytes
-    sent = latest(records, Event.SENT)
+    sent = latest_times(records, Event.SENT)
     return Notes(
         spans=spans_of(rank, recorder.dispatched, records, offset_ns),
         sent={m: (seconds(time), sizes[m]) for m, time in sent.items()},
-        arrived={m: seconds(t) for m, t in latest(records, Event.ARRIVED).items()},
+        arrived={
+            m: seconds(t) for m, t in latest_times(records, Event.ARRIVED).items()
+        },
         peak_bytes=recorder.peak_bytes,
     )
 

@@ -2,7 +2,7 @@
 
 A gradient is a sum over the rows of a microbatch, most often in its last operations. If
 rows are split over devices, these have to add up, after each microbatch. So this pass
-replaces a gradient by its parts, one for each group of rows (see `parts.py`). The
+replaces a gradient by its parts, one for each group of rows (see `gradient_parts.py`). The
 parts of many microbatches are added up without any exchange.
 
 Source: that data-parallel gradients are best reduced once a step, after the loop over
@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.group_sums.batch_dims import Place, batch_places
+from torch_xla_pp.compile.group_sums.gradient_parts import Parts
 from torch_xla_pp.compile.group_sums.part_rules import RULES
-from torch_xla_pp.compile.group_sums.parts import Parts
 from torch_xla_pp.compile.group_sums.row_groups import RowGroups
 from torch_xla_pp.compile.joint_graph import JointGraph
 

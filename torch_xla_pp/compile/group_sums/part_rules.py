@@ -1,4 +1,4 @@
-"""How the parts of an operation's result come about, see `group_sums.parts`.
+"""How the parts of an operation's result come about, see `group_sums.gradient_parts`.
 
 A rule takes the node of an operation. It returns the node of its parts, or None if it
 has none: because its operand has none, or because the operation is used in a way that
@@ -17,7 +17,7 @@ from torch_xla_pp.compile.group_sums.batch_dims import (
     shape_of,
     summed,
 )
-from torch_xla_pp.compile.group_sums.parts import Parts, Rule
+from torch_xla_pp.compile.group_sums.gradient_parts import Parts, Rule
 from torch_xla_pp.compile.group_sums.row_groups import PARTS, WHOLE
 from torch_xla_pp.compile.ops import permutation, views, wrapped
 from torch_xla_pp.graph import SHARD
