@@ -135,6 +135,7 @@ def _notes(rank: int, recorder: StepRecorder, offset_ns: int) -> Notes:
             message = message_of(record)
             sizes[message] = sizes.get(message, 0) + record.num_bytes
     sent = latest_times(records, Event.SENT)
+    arrived = latest_times(records, Event.ARRIVED)
     return Notes(
         spans=spans_of(rank, recorder.dispatched, records, offset_ns),
         sent={m: (seconds(time), sizes[m]) for m, time in sent.items()},

@@ -2,8 +2,8 @@
 
 A gradient is a sum over the rows of a microbatch, most often in its last operations. If
 rows are split over devices, these have to add up, after each microbatch. So this pass
-replaces a gradient by its parts, one for each group of rows (see `gradient_parts.py`). The
-parts of many microbatches are added up without any exchange.
+replaces a gradient by its parts, one for each group of rows (see `gradient_parts.py`).
+The parts of many microbatches are added up without any exchange.
 
 Source: that data-parallel gradients are best reduced once a step, after the loop over
 microbatches, is in section 5.2.1 of the JaxPP paper (Xhebraj et al., Scaling Deep
