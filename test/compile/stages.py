@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import (
     Forwarded,
-    Grouping,
     Rule,
     StagePrograms,
     export_joint,
 )
+from torch_xla_pp.compile.group_sums.group_gradients import Grouping
 from torch_xla_pp.compile.partition import Remat
 
 
