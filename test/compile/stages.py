@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import (
     Forwarded,
-    Grouping,
-    LoweringRule,
     StagePrograms,
     export_joint,
 )
+from torch_xla_pp.compile.group_sums.group_gradients import Grouping
 from torch_xla_pp.compile.partition import Remat
 from torch_xla_pp.runtime.gradients.sums import SumPrograms
 

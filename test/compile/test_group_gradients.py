@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import Grouping, RowGroups
+from torch_xla_pp.compile.group_sums.group_gradients import Grouping
+from torch_xla_pp.compile.group_sums.row_groups import RowGroups
 
 pytestmark = pytest.mark.xla
 

@@ -114,7 +114,7 @@ def products_of_a_step() -> list[str]:
     targets = []
     register = native.register_target
 
-    def noted(target: str, op: native.Op) -> None:
+    def noted(target: str, op: Any) -> None:
         targets.append(target)
         register(target, op)
 

@@ -139,9 +139,7 @@ def _notes(rank: int, recorder: StepRecorder, offset_ns: int) -> Notes:
     return Notes(
         spans=spans_of(rank, recorder.dispatched, records, offset_ns),
         sent={m: (seconds(time), sizes[m]) for m, time in sent.items()},
-        arrived={
-            m: seconds(t) for m, t in latest_times(records, Event.ARRIVED).items()
-        },
+        arrived={m: seconds(time) for m, time in arrived.items()},
         peak_bytes=recorder.peak_bytes,
     )
 
