@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import (
     Forwarded,
+    LoweringRule,
     StagePrograms,
     export_joint,
 )
