@@ -1,6 +1,6 @@
 """The only place that touches private parts of torch's pipeline schedules and stages.
 
-Of torch 2.9; and of torch's profiler and parameters.
+Of torch 2.9; and of torch's parameters.
 """
 
 import contextlib
@@ -132,14 +132,6 @@ def _guarded(
             return function(*args, **kwargs)
 
     return guarded
-
-
-def is_profiling() -> bool:
-    """Return whether torch's profiler is on.
-
-    `record_function` takes 20 µs or more also while it is off.
-    """
-    return torch.autograd.profiler._is_profiler_enabled
 
 
 def take_value(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:

@@ -45,7 +45,7 @@ from torch_xla_pp.compile.product_rules import Constraints, LibraryProducts
 from torch_xla_pp.compile.program import Program
 from torch_xla_pp.compile.program_spec import ProgramSpec
 from torch_xla_pp.compile.rank_rules import is_constrained, rules_of
-from torch_xla_pp.compile.sizes import Sizes, device_bytes
+from torch_xla_pp.compile.sizes import device_bytes
 from torch_xla_pp.compile.stage_compiler import (
     CompiledStage,
     StageCompiler,
@@ -74,7 +74,6 @@ __all__ = [
     "ProgramCost",
     "ProgramSpec",
     "Remat",
-    "Sizes",
     "StageCompiler",
     "StageFunctions",
     "StageKind",

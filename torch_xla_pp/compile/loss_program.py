@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile.captured_tensors import Constants
 from torch_xla_pp.compile.export import export_joint
 from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.lowering import LoweringRule
@@ -17,7 +16,7 @@ from torch_xla_pp.compile.names import (
     tangent,
 )
 from torch_xla_pp.compile.partition import value_and_grads
-from torch_xla_pp.compile.program import Program
+from torch_xla_pp.compile.program import Constants, Program
 from torch_xla_pp.compile.program_spec import ProgramSpec
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.graph import Template

@@ -13,7 +13,6 @@ from torch_xla_pp.compile.group_sums.grouping import grouping_of
 from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.partition import Remat
 from torch_xla_pp.compile.rank_rules import rules_of
-from torch_xla_pp.compile.sizes import Sizes
 from torch_xla_pp.compile.stage_programs import StagePrograms
 from torch_xla_pp.compile.stage_specs import Borders
 from torch_xla_pp.errors import PipelineError, StageShapeError
@@ -57,7 +56,8 @@ class CompiledStage(NamedTuple, Generic[LinksT]):
         outputs: What the stage's outputs look like.
         links: What is exchanged with other stages.
         num_random: How many random operations the stage has.
-        sizes: Bytes of the values that the programs take and make.
+        sizes: Name → bytes on a device, of values that the programs take and make, as
+            far as somebody has asked.
         lacking: Outputs that need gradients which other stages do not give, as they
             were told otherwise.
     """
@@ -66,7 +66,7 @@ class CompiledStage(NamedTuple, Generic[LinksT]):
     outputs: tuple[TensorSpec, ...]
     links: LinksT
     num_random: int
-    sizes: Sizes
+    sizes: dict[str, int]
     lacking: tuple[int, ...] = ()
 
 
@@ -189,7 +189,7 @@ class StageCompiler(Generic[LinksT]):
             for index, (old, new) in enumerate(zip(given, made, strict=True))
             if new.requires_grad and not old.requires_grad
         )
-        return CompiledStage(programs, given, links, joint.num_random, Sizes(), lacking)
+        return CompiledStage(programs, given, links, joint.num_random, {}, lacking)
 
     def _outputs_of(self, joint: JointGraph) -> tuple[TensorSpec, ...]:
         partition_of, rows = self._source.world.layout.partition_of, self.plan.rows

@@ -11,13 +11,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile.captured_tensors import Constants
 from torch_xla_pp.compile.group_sums.group_gradients import Grouping, group_gradients
 from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.names import accumulator
 from torch_xla_pp.compile.partition import Remat, partition_joint
-from torch_xla_pp.compile.program import Program
+from torch_xla_pp.compile.program import Constants, Program
 from torch_xla_pp.compile.stage_specs import (
     Borders,
     ProgramName,

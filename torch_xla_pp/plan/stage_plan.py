@@ -75,6 +75,11 @@ class StagePlan:
         """Return all tensor inputs, received ones first."""
         return self.received + self.given
 
+    @property
+    def is_given(self) -> bool:
+        """Return whether the schedule passes in any argument."""
+        return bool(self.given_arguments.template.leaves)
+
     def held(self, outputs: Sequence[TensorSpec]) -> dict[Value, TensorSpec]:
         """Return what the stage takes from others and makes."""
         made = {Value(self.stage, slot): spec for slot, spec in enumerate(outputs)}

@@ -17,7 +17,7 @@ from torch_xla_pp.profile.spans import (
     spans_of,
     transfers_of,
 )
-from torch_xla_pp.runtime import NOBODY, RankPipeline, TorchSchedule
+from torch_xla_pp.runtime import RankPipeline, TorchSchedule
 from torch_xla_pp.timeline import Timeline, summarize, to_chrome, to_picture
 from torch_xla_pp.transport import (
     Message,
@@ -119,7 +119,7 @@ def _observed(rank: RankPipeline, recorder: StepRecorder) -> Iterator[None]:
     try:
         yield
     finally:
-        rank.observer = NOBODY
+        rank.observer = None
 
 
 def _notes(rank: int, recorder: StepRecorder, offset_ns: int) -> Notes:

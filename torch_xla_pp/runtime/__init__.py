@@ -1,7 +1,7 @@
 """RUN: stages that torch's own schedule classes drive."""
 
 from torch_xla_pp.runtime.gradients.norm import clip_grad_norm_
-from torch_xla_pp.runtime.observer import NOBODY, Marks, Observer
+from torch_xla_pp.runtime.observer import Marks, Observer
 from torch_xla_pp.runtime.rank import RankPipeline
 from torch_xla_pp.runtime.saved import SavedValues, StageMemory
 from torch_xla_pp.runtime.schedule_table import ScheduleFromTable
@@ -11,7 +11,6 @@ from torch_xla_pp.runtime.wrong_input import check_plain_module
 from torch_xla_pp.torch_compat import TorchSchedule, order_of
 
 __all__ = [
-    "NOBODY",
     "Marks",
     "Observer",
     "PipelineStage",

@@ -14,6 +14,7 @@ Values have the names that the stage's programs know them by.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol, final
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch_xla_pp.compile import Border, Program, route_in, route_out
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.mesh import Tiling
-from torch_xla_pp.runtime.observer import NOBODY, Observer
+from torch_xla_pp.runtime.observer import Observer
 from torch_xla_pp.transport import Message, ProgramOps, ShardLayout, XlaPpProcessGroup
 
 
@@ -81,12 +82,12 @@ class Endpoint:
 
     Attributes:
         group: As given.
-        observer: Watches what goes through the host.
+        observer: Watches what goes through the host, None for nobody.
     """
 
     def __init__(self, group: XlaPpProcessGroup) -> None:
         self.group = group
-        self.observer: Observer = NOBODY
+        self.observer: Observer | None = None
 
     def open(self, edge: Edge) -> Channel:
         """Return the channel of an edge."""
@@ -149,8 +150,10 @@ class HostChannel:
         if self.edge.is_sent:
             return {}
         message = self.edge.message._replace(microbatch=microbatch)
-        edge, there = self.edge, self.edge.tilings_there()
-        with self._endpoint.observer.receiving(message):
+        edge, observer = self.edge, self._endpoint.observer
+        receiving = nullcontext() if observer is None else observer.receiving(message)
+        with receiving:
+            there = edge.tilings_there()
             values = self._transport.recv(message, edge.rank, edge.layouts, there)
         return dict(zip(edge.names, values, strict=True))
 
@@ -162,7 +165,8 @@ class HostChannel:
         sent = [values[name] for name in self.edge.names]
         there = self.edge.tilings_there()
         # Noted first: the other rank may have it before the call returns.
-        self._endpoint.observer.sent(message, sent, there)
+        if self._endpoint.observer is not None:
+            self._endpoint.observer.sent(message, sent, there)
         self._transport.send(message, self.edge.rank, sent, there)
 
 

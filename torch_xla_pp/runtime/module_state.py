@@ -15,7 +15,6 @@ from torch_xla_pp.compile import (
     Function,
     Program,
     ProgramSpec,
-    Sizes,
     buffer_role,
     copied,
     device_bytes,
@@ -38,6 +37,7 @@ from torch_xla_pp.deferred import (
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.hlo import OpShardingArgs, parse_sharding
 from torch_xla_pp.mesh import Partition, Sharding, assign_partitions
+from torch_xla_pp.runtime.saved import total_bytes
 from torch_xla_pp.torch_compat import take_value
 from torch_xla_pp.world import World
 
@@ -59,7 +59,7 @@ class GatheredWeights:
     def __init__(self, used: Mapping[str, xla_compat.OpSharding]) -> None:
         self._roles = list(used)
         self._values: dict[str, Tensor] = {}
-        self._sizes = Sizes()
+        self._sizes: dict[str, int] = {}
         self.num_bytes = 0
         self.program: Program | None = None
         if used:
@@ -79,7 +79,7 @@ class GatheredWeights:
         if not self._values:
             made = self.program(fixed)
             self._values = {role: made[copied(role)] for role in self._roles}
-            self.num_bytes = self._sizes.total(self._values)
+            self.num_bytes = total_bytes(self._values, self._sizes)
         return {**fixed, **self._values}
 
     def drop(self) -> None:

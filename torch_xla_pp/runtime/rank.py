@@ -14,20 +14,21 @@ microbatches before it enters the last stage's backward.
 import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import nn
 
 from torch_xla_pp import cpu, xla_compat
-from torch_xla_pp.compile import CompiledStage, StageKind
+from torch_xla_pp.compile import CompiledStage, StageKind, StagePrograms
 from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.plan import StagePlan
 from torch_xla_pp.runtime.gradients.finish import combine
 from torch_xla_pp.runtime.links import Links
 from torch_xla_pp.runtime.loss import StageLoss
-from torch_xla_pp.runtime.observer import NOBODY, Marks, Observer, shown_as
+from torch_xla_pp.runtime.observer import Marks, Observer
 from torch_xla_pp.runtime.outputs import StageOutputs
 from torch_xla_pp.runtime.saved import SavedValues
 from torch_xla_pp.runtime.stage_model import StageModel
@@ -87,15 +88,33 @@ class Run(NamedTuple):
 
     Attributes:
         plan: What the stage takes in this kind of step.
-        compiled: Its programs.
+        compiled: What is compiled for it.
+        programs: Its programs.
         links: What it exchanges with other stages.
+        sizes: Bytes of its values by name, as far as they are known.
+        is_given: Whether the schedule passes arguments to it.
         marks: What the programs are given to note their times, if anybody watches.
     """
 
     plan: StagePlan
     compiled: CompiledStage[Links]
+    programs: StagePrograms
     links: Links
-    marks: Marks
+    sizes: dict[str, int]
+    is_given: bool
+    marks: Marks = MappingProxyType({})
+
+    @classmethod
+    def of(cls, plan: StagePlan, compiled: CompiledStage[Links]) -> "Run":
+        """Return what actions of a stage run for a plan."""
+        return cls(
+            plan=plan,
+            compiled=compiled,
+            programs=compiled.programs,
+            links=compiled.links,
+            sizes=compiled.sizes,
+            is_given=plan.is_given,
+        )
 
 
 @final
@@ -108,7 +127,7 @@ class RankPipeline:
     Attributes:
         schedule: As given.
         stages: The stages, in the schedule's order.
-        observer: Who watches the actions.
+        observer: Who watches the actions, None for nobody.
         num_microbatches: Microbatches of a step.
     """
 
@@ -116,7 +135,7 @@ class RankPipeline:
         self.schedule = schedule
         self.stages: list[LocalStage] = local_stages(schedule)
         _check_stages(self.stages)
-        self.observer: Observer = NOBODY
+        self.observer: Observer | None = None
         self.num_microbatches = num_microbatches(schedule)
         self._groups = list({s.groups.key: s.groups for s in self.stages}.values())
         self._activity = self._groups[0].activity
@@ -125,8 +144,10 @@ class RankPipeline:
         self._loss = self._take_loss()
         self._plans: StepPlans | None = None
         self._ahead: StepsAhead | None = None
-        # The stages in the kind of this step, by index.
+        # The stages in the kind of this step, by index, and what their actions run.
         self._current: dict[int, StageKind[Links]] = {}
+        self._runs: dict[int, Run] = {}
+        self._replica = 0
         # Stages that the schedule has not cleared yet in this step.
         self._expected: set[int] = set()
         self._num_done: dict[int, int] = {}
@@ -255,7 +276,7 @@ class RankPipeline:
 
     # Actions.
 
-    def run(self, stage: LocalStage, marks: Marks | None = None) -> Run:
+    def run(self, stage: LocalStage) -> Run:
         """Return what an action of a stage runs in this step.
 
         Raises:
@@ -266,9 +287,7 @@ class RankPipeline:
                 f"stage {stage.stage_index}: expected a forward before a backward of a "
                 "step. Correct the schedule's order."
             )
-        kind = self._current[stage.stage_index]
-        compiled = kind.compiled(stage.model.mode)
-        return Run(kind.plan, compiled, compiled.links, marks or {})
+        return self._runs[stage.stage_index]
 
     def _begin_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find out of which kind this step is, at its first forward."""
@@ -281,9 +300,12 @@ class RankPipeline:
             )
         own = max(stage.num_steps for stage in self.stages)
         self._current = self._plans.find(args, kwargs, own)
+        self._replica, _ = self.stages[0].model.replica
         for stage in self.stages:
             stage.num_steps = self._plans.step
-            compiled = self.run(stage).compiled
+            kind = self._current[stage.stage_index]
+            compiled = kind.compiled(stage.model.mode)
+            self._runs[stage.stage_index] = Run.of(kind.plan, compiled)
             if compiled.lacking and stage.has_backward:
                 raise PipelineError(
                     f"stage {stage.stage_index}: its outputs need gradients now, but "
@@ -311,8 +333,7 @@ class RankPipeline:
         it end, so that the numbers do not depend on where the model is split. Those
         of replicas differ, as if their batches were parts of one.
         """
-        replica, _ = stage.model.replica
-        number = replica * plan.num_microbatches + microbatch
+        number = self._replica * plan.num_microbatches + microbatch
         key = (torch.initial_seed(), stage.num_steps, number)
         digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "big")
@@ -330,7 +351,7 @@ class RankPipeline:
         microbatch: int,
         given: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     ) -> Iterator[Run]:
-        """Run an action of a stage; an error in it is told to all ranks.
+        """Run an action of a stage; `reporting` is around the whole step.
 
         Args:
             stage: The stage.
@@ -338,21 +359,32 @@ class RankPipeline:
             microbatch: Index of the microbatch.
             given: Arguments that the schedule passes to a forward.
         """
-        action = Action(stage=stage.stage_index, kind=kind, microbatch=microbatch)
+        name = f"{stage.stage_index}{kind}{microbatch}"
+        # One that fails stays noted.
+        self._activity.action = f"{name}, microbatch {microbatch}"
+        if given is not None and not self._current:
+            self._begin_kind(*given)
+        run = self.run(stage)
         with (
-            self.reporting(),
-            self._activity.within(f"{action}, microbatch {microbatch}"),
+            xla_compat.shown_as(f"PP:{name}"),
+            self._observed(stage, kind, microbatch) as marks,
         ):
-            if given is not None and not self._current:
-                self._begin_kind(*given)
-            with shown_as(f"PP:{action}"), self.observer.action(action) as marks:
-                run = self.run(stage, marks)
-                yield run
-            if kind in "BW":
-                self._num_done[stage.stage_index] += 1
-                if self._num_done[stage.stage_index] == self.num_microbatches:
-                    # Sums travel to replicas while other stages still compute.
-                    stage.model.gradients.end_backwards(run.compiled.programs)
+            yield run._replace(marks=marks) if marks else run
+        if kind in "BW":
+            self._num_done[stage.stage_index] += 1
+            if self._num_done[stage.stage_index] == self.num_microbatches:
+                # Sums travel to replicas while other stages still compute.
+                stage.model.gradients.end_backwards(run.programs)
+        self._activity.action = ""
+
+    def _observed(
+        self, stage: LocalStage, kind: Kind, microbatch: int, *, is_rest: bool = False
+    ) -> contextlib.AbstractContextManager[Marks]:
+        """Let the observer watch the block, if there is one."""
+        if self.observer is None:
+            return contextlib.nullcontext({})
+        action = Action(stage=stage.stage_index, kind=kind, microbatch=microbatch)
+        return self.observer.action(action, is_rest=is_rest)
 
     # The loss.
 
@@ -366,8 +398,7 @@ class RankPipeline:
         loss = StageLoss(function, stage.model.world, grad_scale(self.schedule))
 
         def compute(output: Any, target: Any) -> Any:
-            with self.reporting():
-                return self._score(stage, loss, output, target)
+            return self._score(stage, loss, output, target)
 
         set_loss_function(self.schedule, compute)
         return loss
@@ -377,10 +408,8 @@ class RankPipeline:
     ) -> Any:
         """Compute a loss right after the forward of its microbatch."""
         run = self.run(stage)
-        action = Action(
-            stage=stage.stage_index, kind="F", microbatch=stage.outputs.last
-        )
-        with self.observer.action(action, is_rest=True) as marks:
+        last = stage.outputs.last
+        with self._observed(stage, "F", last, is_rest=True) as marks:
             return stage.outputs.score(
                 loss,
                 run.plan,

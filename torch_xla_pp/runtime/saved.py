@@ -9,7 +9,7 @@ program that receives them.
 """
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from torch_xla_pp.compile import Sizes, device_bytes
+from torch_xla_pp.compile import device_bytes
 
 SavedKind = Literal["saved", "residual", "output", "loss", "kept"]
 """What a microbatch waits with.
@@ -28,6 +28,23 @@ SavedKind = Literal["saved", "residual", "output", "loss", "kept"]
 * "loss": the gradient of its loss
 * "kept": the stage's output, which the schedule returns at the end of the step
 """
+
+
+def total_bytes(values: Mapping[str, Tensor], sizes: dict[str, int]) -> int:
+    """Return the bytes of values on one device.
+
+    Looking at a value takes microseconds, so each name is looked at once: the values of
+    one set of programs always look alike.
+
+    Args:
+        values: By name.
+        sizes: The bytes of those that are known; others are added.
+    """
+    new = [name for name in values if name not in sizes]
+    if new:
+        found = device_bytes([values[name] for name in new])
+        sizes.update(zip(new, found, strict=True))
+    return sum(map(sizes.__getitem__, values))
 
 
 class SavedValues:
@@ -60,12 +77,16 @@ class SavedValues:
         self.most_bytes = self.most_active_bytes = self.most_live = 0
 
     def put(
-        self, kind: SavedKind, microbatch: int, values: dict[str, Tensor], sizes: Sizes
+        self,
+        kind: SavedKind,
+        microbatch: int,
+        values: dict[str, Tensor],
+        sizes: dict[str, int],
     ) -> None:
-        """Keep the values of a microbatch until they are taken."""
+        """Keep the values of a microbatch until they are taken; `sizes` is for them."""
         key = (kind, microbatch)
         self._values[key] = values
-        self._bytes[key] = sizes.total(values)
+        self._bytes[key] = total_bytes(values, sizes)
         self._total += self._bytes[key]
         self._num_live += kind == "saved"
         self.most_bytes = max(self.most_bytes, self._total)

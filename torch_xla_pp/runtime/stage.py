@@ -25,7 +25,12 @@ from torch_xla_pp.mesh import AUTO, BatchAxis, LogicalAxes, Sharding
 from torch_xla_pp.plan import InputsFrom
 from torch_xla_pp.runtime.outputs import StageOutputs
 from torch_xla_pp.runtime.rank import RankPipeline, Run
-from torch_xla_pp.runtime.saved import SavedValues, StageMemory, optimizer_bytes
+from torch_xla_pp.runtime.saved import (
+    SavedValues,
+    StageMemory,
+    optimizer_bytes,
+    total_bytes,
+)
 from torch_xla_pp.runtime.stage_model import (
     StageModel,
     StageOptions,
@@ -190,18 +195,16 @@ class PipelineStage(SilentStage):
             loss may be computed from, and empty when the compiled one has been.
         """
         with self.rank.action(self, "F", fwd_chunk_id, (args, kwargs or {})) as run:
-            programs, links, sizes = (
-                run.compiled.programs,
-                run.links,
-                run.compiled.sizes,
-            )
+            programs, links, sizes = run.programs, run.links, run.sizes
             args = args if self.rank.is_lowest(self.stage_index) else ()
-            values = self.model.given(run.plan, fwd_chunk_id, args, kwargs or {})
-            values |= {**links.receive_inputs(fwd_chunk_id), **run.marks}
+            values = {**run.marks, **links.receive_inputs(fwd_chunk_id)}
+            if args or kwargs or run.is_given:
+                values |= self.model.given(run.plan, fwd_chunk_id, args, kwargs or {})
             forward = programs.forward if self.has_backward else programs.inference
             seed = self.rank.seed(self, run.plan, fwd_chunk_id)
             result = forward(self.model.state.values(), values, seed)
-            self.saved.note_run(sizes.total(values) + programs.extra_bytes)
+            num_bytes = total_bytes(values, sizes) + programs.extra_bytes
+            self.saved.note_run(num_bytes)
             self.model.state.update_buffers(result.updates)
             if self.has_backward:
                 self.saved.put("saved", fwd_chunk_id, result.live, sizes)
@@ -224,7 +227,7 @@ class PipelineStage(SilentStage):
             return
         kind: Kind = "B" if full_backward else "I"
         with self.rank.action(self, kind, bwd_chunk_id) as run:
-            programs, links = run.compiled.programs, run.links
+            programs, links = run.programs, run.links
             values = {**self.saved.take("saved", bwd_chunk_id), **run.marks}
             values |= self._tangents(run, bwd_chunk_id, loss)
             values |= links.receive_grads(bwd_chunk_id)
@@ -237,7 +240,7 @@ class PipelineStage(SilentStage):
                 grads, residual = programs.backward_input(fixed, values)
             self.saved.note_run(programs.extra_bytes)
             if not full_backward:
-                self.saved.put("residual", bwd_chunk_id, residual, run.compiled.sizes)
+                self.saved.put("residual", bwd_chunk_id, residual, run.sizes)
             links.send_grads(bwd_chunk_id, grads)
 
     def backward_weight_one_chunk(
@@ -247,7 +250,7 @@ class PipelineStage(SilentStage):
         if not self.has_backward:
             return
         with self.rank.action(self, "W", bwd_chunk_id) as run:
-            programs = run.compiled.programs
+            programs = run.programs
             values = {**self.saved.take("residual", bwd_chunk_id), **run.marks}
             sums = programs.backward_weight(self.model.with_sums(programs), values)
             self.saved.note_run(programs.extra_bytes)

@@ -192,11 +192,11 @@ class StageModel:
 
     # At the begin of a step.
 
-    def begin_step(self, observer: Observer) -> None:
+    def begin_step(self, observer: Observer | None) -> None:
         """Bring what the user has changed onto the device.
 
         Args:
-            observer: Who watches what goes through the host.
+            observer: Who watches what goes through the host, None for nobody.
         """
         self._endpoint.observer = observer
         for mirror in self._mirrors:

@@ -1,7 +1,5 @@
 """What a rank is doing, for the texts of errors."""
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -14,6 +12,7 @@ class Activity:
         step: Number of the step, counted from 1; 0 before the first one.
         is_in_step: Whether that step has not ended.
         action: The action that runs, e.g. "1F3, microbatch 3"; empty outside of one.
+            One that fails stays noted until the next one.
     """
 
     stages: tuple[int, ...] = ()
@@ -28,13 +27,6 @@ class Activity:
     def end_step(self) -> None:
         """Note the end of a step."""
         self.is_in_step = False
-
-    @contextlib.contextmanager
-    def within(self, action: str) -> Iterator[None]:
-        """Note an action; one that fails stays noted until the next one."""
-        self.action = action
-        yield
-        self.action = ""
 
     def __str__(self) -> str:
         if not self.stages:

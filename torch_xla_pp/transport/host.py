@@ -22,8 +22,8 @@ from torch_xla_pp.transport.shard_bytes import from_bytes, to_bytes
 from torch_xla_pp.transport.stage_transport import (
     Message,
     ShardLayout,
+    no_values,
     not_sent_yet,
-    require_values,
 )
 from torch_xla_pp.transport.wire import Wire
 
@@ -69,7 +69,8 @@ class HostTransport:
             ValueError: There are no tensors.
             TransportError: The peer is gone.
         """
-        require_values(message, tensors)
+        if not tensors:
+            raise no_values(message)
         values = xla_compat.read_shards(tensors)
         parts = [to_bytes(shard) for shards in values for shard in shards]
         if there is not None:
@@ -94,7 +95,8 @@ class HostTransport:
                 the peer is this rank and has not sent it yet.
             TransportTimeout: It did not come in time.
         """
-        require_values(message, layouts)
+        if not layouts:
+            raise no_values(message)
         ticket = self._wire.expect(peer, _key(message))
         if peer == self._wire.rank and not self._wire.has_arrived(ticket):
             raise not_sent_yet(message)

@@ -48,8 +48,8 @@ from torch_xla_pp.transport.stage_transport import (
     ProgramOps,
     ShardLayout,
     digest,
+    no_values,
     not_sent_yet,
-    require_values,
 )
 
 _CLOSE_S = 5.0
@@ -332,7 +332,8 @@ class InGraphTransport:
         there: Sequence[Tiling] | None = None,
     ) -> Tensor:
         """Return the route operand for the next send of `message`."""
-        require_values(message, layouts)
+        if not layouts:
+            raise no_values(message)
         self.check()
         self._connect(peer)
         self._sent[peer, message] += 1
@@ -346,7 +347,8 @@ class InGraphTransport:
         there: Sequence[Tiling] | None = None,
     ) -> Tensor:
         """Return the route operand for the next receive of `message`."""
-        require_values(message, layouts)
+        if not layouts:
+            raise no_values(message)
         self.check()
         self._connect(peer)
         number = self._received[peer, message]
@@ -365,13 +367,11 @@ class InGraphTransport:
         is_receive: bool,
     ) -> Tensor:
         """Return the operand for a message, which is uploaded once a generation."""
-        if there is not None and are_alike(layouts, there):
-            there = None
         here = tuple((x.dtype, x.tiling) for x in layouts)
         far = None if there is None else (is_receive, *there)
         key = (peer, message, here, far)
         if key not in self._routes:
-            if there is None:
+            if there is None or are_alike(layouts, there):
                 content = _alike(layouts)
             else:
                 content = _in_pieces(layouts, there, is_receive=is_receive)

@@ -74,6 +74,7 @@ class Rendezvous:
 
     Attributes:
         activity: What this rank is doing, for those who are told of an error.
+        generation: How many failures of the job this rank has seen.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Rendezvous:
         self._fates: dict[int, _Fate] = {}
         self._lost: str | None = None
         self._titles: dict[int, str] = {}
-        self._generation = 0
+        self.generation = 0
         self._rounds: Counter[str] = Counter()
         self._meetings: Counter[str] = Counter()
         self._relayed: BaseException | None = None
@@ -117,11 +118,6 @@ class Rendezvous:
         """Say what is on each rank, for the texts of errors."""
         self._titles = dict(titles)
 
-    @property
-    def generation(self) -> int:
-        """Return how many failures of the job this rank has seen."""
-        return self._generation
-
     # Values.
 
     def publish(self, name: str, value: Any) -> None:
@@ -133,7 +129,7 @@ class Rendezvous:
 
     def announce(self, name: str, value: Any) -> None:
         """Give `value` to every other rank that takes `name` in this generation."""
-        entry = _Entry(name, self.rank, self._generation)
+        entry = _Entry(name, self.rank, self.generation)
         self._flood("value", *entry, pickle.dumps(value))
 
     def read(self, name: str, from_rank: int, timeout_s: float | None = None) -> Any:
@@ -154,7 +150,7 @@ class Rendezvous:
         Raises:
             Exception: As by `read`.
         """
-        entry = _Entry(name, from_rank, self._generation)
+        entry = _Entry(name, from_rank, self.generation)
         self._await([entry], name, timeout_s)
         with self._changed:
             return pickle.loads(self._values.pop(entry))
@@ -173,7 +169,7 @@ class Rendezvous:
         """
         number = self._rounds[name]
         self._rounds[name] += 1
-        own = _Entry(f"{name}/{number}", self.rank, self._generation)
+        own = _Entry(f"{name}/{number}", self.rank, self.generation)
         data = pickle.dumps(value)
         self._flood("value", *own, data)
         entries = [own._replace(rank=rank) for rank in range(self.size)]
@@ -245,7 +241,7 @@ class Rendezvous:
 
     def _keep(self, entry: _Entry, data: bytes) -> None:
         with self._changed:
-            if entry.generation is None or entry.generation >= self._generation:
+            if entry.generation is None or entry.generation >= self.generation:
                 self._values[entry] = data
                 self._changed.notify_all()
 
@@ -257,7 +253,7 @@ class Rendezvous:
         Of several for one generation the first counts.
         """
         with self._changed:
-            if generation < self._generation or generation in self._told:
+            if generation < self.generation or generation in self._told:
                 return
             self._told[generation] = report
             self._changed.notify_all()
@@ -268,7 +264,7 @@ class Rendezvous:
 
     def pass_on(self, report: str) -> None:
         """Tell this group of a failure that another group was told of."""
-        generation = self._generation
+        generation = self.generation
         if report == self._last or generation in self._told:
             return
         self._last = report
@@ -294,9 +290,9 @@ class Rendezvous:
         own = f"{self._job_rank}\n{_shared_type_name(error)}\n{context}\n{text}"
         report = _reported(error) or own
         self._last = report
-        self._flood("report", self._generation, report)
+        self._flood("report", self.generation, report)
         for listener in self._listeners:
-            listener.report(self._generation, report)
+            listener.report(self.generation, report)
         self._relayed = error
         self._advance()
         if context and report == own:
@@ -313,7 +309,7 @@ class Rendezvous:
 
     def calm(self) -> bool:
         """Return whether no failure waits to be raised."""
-        return self._generation not in self._told
+        return self.generation not in self._told
 
     def check(self) -> None:
         """Raise if any rank has reported a failure or is lost; once for each failure.
@@ -323,7 +319,7 @@ class Rendezvous:
                 TypeError, RuntimeError or one of `torch_xla_pp.errors` (or a subclass
                 of one, as that one), else PipelineError.
         """
-        report = self._told.get(self._generation)
+        report = self._told.get(self.generation)
         if report is None:
             return
         rank, kind, context, text = report.split("\n", 3)
@@ -424,7 +420,7 @@ class Rendezvous:
         if is_lost:
             text = self._gone_text(rank)
             self._lost = self._lost or f"\n{TransportError.__name__}\n\n{text}"
-            self.tell(self._generation, self._lost)
+            self.tell(self.generation, self._lost)
 
     def _flood(self, *content: Any, except_for: int | None = None) -> None:
         for neighbour in self._sockets.neighbours:
@@ -450,11 +446,11 @@ class Rendezvous:
 
     def _advance(self) -> None:
         with self._changed:
-            ended = self._generation
+            ended = self.generation
             self._told.pop(ended, None)
-            self._generation += 1
+            self.generation += 1
             if self._lost is not None:
-                self._told[self._generation] = self._lost
+                self._told[self.generation] = self._lost
             for entry in [e for e in self._values if e.generation == ended]:
                 del self._values[entry]
             self._rounds.clear()

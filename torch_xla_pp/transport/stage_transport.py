@@ -231,17 +231,12 @@ class StageTransport(Protocol):
         """Part from the peers, when what was sent had time to arrive."""
 
 
-def require_values(message: Message, values: Sequence[Any]) -> None:
-    """Refuse a message without values.
-
-    Raises:
-        ValueError: Names it.
-    """
-    if not values:
-        raise ValueError(
-            f"message {message.title}: expected at least one value, got none. Send "
-            "only what the other stage takes."
-        )
+def no_values(message: Message) -> ValueError:
+    """Return the error for a message without values."""
+    return ValueError(
+        f"message {message.title}: expected at least one value, got none. Send "
+        "only what the other stage takes."
+    )
 
 
 def not_sent_yet(message: Message) -> TransportError:

@@ -20,7 +20,6 @@ from torch_xla_pp.compile import (
     Function,
     Program,
     ProgramSpec,
-    Sizes,
     StagePrograms,
     SummedGrads,
     accumulated,
@@ -29,6 +28,7 @@ from torch_xla_pp.compile import (
     given_grad,
 )
 from torch_xla_pp.runtime.module_state import ModuleState
+from torch_xla_pp.runtime.saved import total_bytes
 
 
 class GradientSums:
@@ -113,7 +113,7 @@ class GradientSums:
     def reduce(self, programs: StagePrograms) -> None:
         """Add up the sums that are kept per group of rows; at the end of a step."""
         own = self._of(programs)
-        self._sum_bytes = own.sizes.total(self._sums)
+        self._sum_bytes = total_bytes(self._sums, own.sizes)
         if own.summed.groups and self._sums:
             reduced = own.reduce(self._sums, self._state.grads())
             self._spent += [self._sums[name] for name in reduced]
@@ -142,12 +142,12 @@ class SumPrograms:
 
     Attributes:
         summed: As given.
-        sizes: Bytes of the sums.
+        sizes: Bytes of the sums by name, as far as they are known.
     """
 
     def __init__(self, summed: SummedGrads) -> None:
         self.summed = summed
-        self.sizes = Sizes()
+        self.sizes: dict[str, int] = {}
         # By the parameters that have a gradient already.
         self._starts: dict[tuple[str, ...], Program] = {}
         self._reductions: dict[tuple[str, ...], Program] = {}
