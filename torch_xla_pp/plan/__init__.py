@@ -17,7 +17,13 @@ from torch_xla_pp.plan.stage_plan import (
     check_kwargs,
     describe_all,
 )
-from torch_xla_pp.plan.step_kind import Arguments, KindNumbers, Mode, autocast_dtype
+from torch_xla_pp.plan.step_kind import (
+    Arguments,
+    KindNumbers,
+    Mode,
+    autocast_dtype,
+    random_seed,
+)
 from torch_xla_pp.plan.wiring import Wiring
 
 __all__ = [
@@ -40,6 +46,7 @@ __all__ = [
     "autocast_dtype",
     "check_kwargs",
     "describe_all",
+    "random_seed",
     "replica_faults",
     "wiring_of",
 ]

@@ -1,5 +1,6 @@
 """What makes one step of another kind than the next, and needs programs of its own."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -75,3 +76,15 @@ class KindNumbers:
         if kind not in self._known:
             self._known.append(kind)
         return self._known.index(kind)
+
+
+def random_seed(initial: int, step: int, number: int) -> int:
+    """Return a seed of 64 bits for one microbatch.
+
+    Args:
+        initial: The seed of the program.
+        step: Number of the step.
+        number: Number of the microbatch among those of all replicas.
+    """
+    digest = hashlib.blake2b(repr((initial, step, number)).encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "big")

@@ -12,7 +12,6 @@ microbatches before it enters the last stage's backward.
 """
 
 import contextlib
-import hashlib
 from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, final
@@ -24,7 +23,7 @@ from torch_xla_pp import cpu, xla_compat
 from torch_xla_pp.compile import CompiledStage, StageKind, StagePrograms
 from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PipelineError
-from torch_xla_pp.plan import StagePlan
+from torch_xla_pp.plan import StagePlan, random_seed
 from torch_xla_pp.runtime.gradients.finish import combine
 from torch_xla_pp.runtime.links import Links
 from torch_xla_pp.runtime.loss import StageLoss
@@ -129,6 +128,7 @@ class RankPipeline:
         stages: The stages, in the schedule's order.
         observer: Who watches the actions, None for nobody.
         num_microbatches: Microbatches of a step.
+        has_loss: Whether the loss of every microbatch is computed here.
     """
 
     def __init__(self, schedule: TorchSchedule) -> None:
@@ -142,6 +142,7 @@ class RankPipeline:
         self._process_group = self.stages[0].process_group
         self._merge_spec = merge_spec(schedule)
         self._loss = self._take_loss()
+        self.has_loss = self._loss is not None
         self._plans: StepPlans | None = None
         self._ahead: StepsAhead | None = None
         # The stages in the kind of this step, by index, and what their actions run.
@@ -158,20 +159,6 @@ class RankPipeline:
         """Return that of a schedule, made at the first call."""
         found: RankPipeline = rank_of(schedule, cls)
         return found
-
-    @staticmethod
-    def required(rank: "RankPipeline | None", stage: int) -> "RankPipeline":
-        """Return what drives a stage.
-
-        Raises:
-            PipelineError: Nothing does yet.
-        """
-        if rank is None:
-            raise PipelineError(
-                f"stage {stage}: expected a schedule to have started a step. Call the "
-                "schedule's step or eval."
-            )
-        return rank
 
     @classmethod
     def calling(cls) -> "RankPipeline | None":
@@ -334,9 +321,7 @@ class RankPipeline:
         of replicas differ, as if their batches were parts of one.
         """
         number = self._replica * plan.num_microbatches + microbatch
-        key = (torch.initial_seed(), stage.num_steps, number)
-        digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "big")
+        seed = random_seed(torch.initial_seed(), stage.num_steps, number)
         return xla_compat.advanced_seed(seed, plan.random_before)
 
     def is_lowest(self, stage: int) -> bool:
@@ -424,11 +409,6 @@ class RankPipeline:
     def grad_scale(self) -> float:
         """Return what the gradient of each microbatch is multiplied by."""
         return grad_scale(self.schedule)
-
-    @property
-    def has_loss(self) -> bool:
-        """Return whether the loss of every microbatch will be computed here."""
-        return self._loss is not None
 
     def _describe_once(self, stage: LocalStage) -> None:
         """Write down what each kind of step costs, when the first one is done."""

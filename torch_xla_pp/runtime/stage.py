@@ -21,6 +21,7 @@ from torch_xla_pp.compile import (
     parameter_role,
     tangent,
 )
+from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.mesh import AUTO, BatchAxis, LogicalAxes, Sharding
 from torch_xla_pp.plan import InputsFrom
 from torch_xla_pp.runtime.outputs import StageOutputs
@@ -54,7 +55,8 @@ class PipelineStage(SilentStage):
 
     Takes what `torch.distributed.pipelining.PipelineStage` takes, and how to lay
     values out over the local devices. Made by hand or by `Pipe.build_stage`. All ranks
-    of `group` must make their stages and drive them with equal schedules.
+    of `group` must make their stages and drive them with equal schedules. A third of
+    this class is what its arguments mean, which is said here alone.
 
     Args:
         submodule: The stage's module; on the host, on meta, or on the XLA device;
@@ -279,7 +281,12 @@ class PipelineStage(SilentStage):
         Raises:
             PipelineError: No schedule has begun a step.
         """
-        return RankPipeline.required(self._rank, self.stage_index)
+        if self._rank is None:
+            raise PipelineError(
+                f"stage {self.stage_index}: expected a schedule to have started a "
+                "step. Call the schedule's step or eval."
+            )
+        return self._rank
 
     # For users.
 
@@ -298,10 +305,9 @@ class PipelineStage(SilentStage):
         )
 
     def explain(self) -> Explanation:
-        """Return what the stage costs on each device; print it to read it.
+        """Return what the stage costs on each device in the last step, to be printed.
 
-        Programs are those of the last step, known once it has begun. Their collectives
-        and products are counted in what XLA dumps, if `XLA_FLAGS` ask for that.
+        Collectives and products are counted in what XLA dumps, if `XLA_FLAGS` ask for it.
 
         Raises:
             PipelineError: No step has begun yet.

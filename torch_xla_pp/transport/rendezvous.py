@@ -63,7 +63,10 @@ class _Fate(NamedTuple):
 
 
 class Rendezvous:
-    """Let the ranks of a group agree on values and learn of each other's errors.
+    """The agreement of a group's ranks on values, and on each other's errors.
+
+    It is larger than other classes since all of it is one state under one lock: what is
+    waited for ends by a value, by a report, or by the loss of a rank.
 
     Args:
         sockets: The connections of the group.
