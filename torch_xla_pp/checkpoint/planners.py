@@ -7,6 +7,7 @@ writes a tensor that several have, and a rank reads whole tensors, once each.
 
 import io
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +21,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from torch_xla_pp import xla_compat
 from torch_xla_pp.checkpoint.contents import contents_in
-from torch_xla_pp.checkpoint.device_tensor import DeviceTensor
+from torch_xla_pp.checkpoint.device_tensor import DeviceTensor, Offset
+
+Parts = dict[Offset, Tensor]
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -39,7 +43,12 @@ class SavePlanner(DefaultSavePlanner):
         super().__init__()
         self._shares = shares
         self._aliases: dict[str, str] = {}
-        self._last: tuple[str, dict[tuple[int, ...], Tensor]] = ("", {})
+        self._last: tuple[str, Parts] = ("", {})
+        self._is_staged = self._is_launched = False
+        self._order: list[str] = []
+        self._place = 0
+        self._pool = ThreadPoolExecutor(1, "checkpoint reader")
+        self._ahead: tuple[str, Future[Parts]] | None = None
 
     def set_up_planner(
         self,
@@ -81,20 +90,38 @@ class SavePlanner(DefaultSavePlanner):
             ),
         ]
 
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Learn in which order parts will be asked for."""
+        plan = super().finish_plan(new_plan)
+        names = dict.fromkeys(item.index.fqn for item in plan.items)
+        values = self.state_dict
+        self._order = [n for n in names if isinstance(values[n], DeviceTensor)]
+        return plan
+
     def stage(self, plan: SavePlan) -> None:
-        """Copy what a plan writes to the host, as it is now."""
-        offsets: dict[str, list[tuple[int, ...]]] = {}
-        for item in plan.items:
-            offsets.setdefault(item.index.fqn, []).append(
-                tuple(item.index.offset or ())
-            )
+        """Copy what a plan writes, as it is now.
+
+        What devices have is copied there, by a program that is compiled once; what the
+        host has, there.
+        """
+        written = {item.index.fqn for item in plan.items}
+        on_devices = []
         for name, value in self.state_dict.items():
             if isinstance(value, DeviceTensor):
-                value.stage(offsets.get(name, ()))
+                if name not in written:
+                    value.drop()
+                elif value.is_on_devices:
+                    on_devices.append(value)
+                else:
+                    value.stage(value.tensor.detach().clone())
             elif isinstance(value, Tensor):
                 self.state_dict[name] = value.detach().cpu().clone()
-            elif name in offsets:
+            elif name in written:
                 self.state_dict[name] = _Pickled(self._bytes_of(value))
+        copied = xla_compat.copies([value.tensor for value in on_devices])
+        for value, copy in zip(on_devices, copied, strict=True):
+            value.stage(copy)
+        self._is_staged = True
 
     def _bytes_of(self, value: Any) -> bytes:
         data = io.BytesIO()
@@ -104,15 +131,39 @@ class SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return a value, or the part of a tensor, on the host.
 
-        The parts of one tensor are asked for one after the other, and read at once.
+        The parts of one tensor are asked for one after the other, and read at once,
+        while those of the tensor before are written. So the host has two of them.
         """
-        value = self.state_dict[index.fqn]
-        if not isinstance(value, DeviceTensor):
+        if not isinstance(self.state_dict[index.fqn], DeviceTensor):
             return super().lookup_object(index)
         if self._last[0] != index.fqn:
             self._last = ("", {})
-            self._last = (index.fqn, value.parts())
+            self._last = (index.fqn, self._next_parts(index.fqn))
         return self._last[1][tuple(index.offset or ())]
+
+    def _next_parts(self, name: str) -> Parts:
+        """Return the parts of a tensor, and let those of the next be read."""
+        ahead, self._ahead = self._ahead, None
+        is_next = ahead is not None and ahead[0] == name
+        parts = ahead[1].result() if ahead and is_next else self._read(name)
+        place = self._order.index(name, self._place) if name in self._order else None
+        if place is not None and place + 1 < len(self._order):
+            self._place = place + 1
+            following = self._order[self._place]
+            self._ahead = following, self._pool.submit(self._read, following)
+        else:
+            self._pool.shutdown(wait=False)
+        return parts
+
+    def _read(self, name: str) -> Parts:
+        value: DeviceTensor = self.state_dict[name]
+        if self._is_staged and value.is_on_devices and not self._is_launched:
+            xla_compat.wait_launched(value.tensor)
+            self._is_launched = True
+        parts = value.parts()
+        if self._is_staged:
+            value.drop()
+        return parts
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Return what is written for an object."""

@@ -77,9 +77,11 @@ def async_save(
     keep_last: int | None = None,
     while_saving: Literal["wait", "refuse"] = "wait",
 ) -> "Future[Path]":
-    """Save a run as it is now, and return as soon as its values are copied.
+    """Save a run as it is now, and return as soon as its values are being copied.
 
-    The host then has one copy of what this rank writes. Training may go on at once.
+    The devices then have one copy of what this rank writes, made by a program that is
+    compiled at the first call; each tensor of it goes when it is read. Training may go
+    on at once, parameters and sums be updated in place.
     What goes wrong while bytes are written is raised by the future, and by the next
     call of `save`, `load` or `async_save`, on every rank.
 
