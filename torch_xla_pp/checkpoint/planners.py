@@ -6,8 +6,10 @@ writes a tensor that several have, and a rank reads whole tensors, once each.
 """
 
 import io
+import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -43,12 +45,10 @@ class SavePlanner(DefaultSavePlanner):
         super().__init__()
         self._shares = shares
         self._aliases: dict[str, str] = {}
-        self._last: tuple[str, Parts] = ("", {})
         self._is_staged = self._is_launched = False
-        self._order: list[str] = []
-        self._place = 0
-        self._pool = ThreadPoolExecutor(1, "checkpoint reader")
-        self._ahead: tuple[str, Future[Parts]] | None = None
+        self._lock = threading.Lock()
+        self._left: Counter[str] = Counter()
+        self._read: dict[str, Future[Parts]] = {}
 
     def set_up_planner(
         self,
@@ -91,11 +91,9 @@ class SavePlanner(DefaultSavePlanner):
         ]
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Learn in which order parts will be asked for."""
+        """Learn how often a tensor will be asked for."""
         plan = super().finish_plan(new_plan)
-        names = dict.fromkeys(item.index.fqn for item in plan.items)
-        values = self.state_dict
-        self._order = [n for n in names if isinstance(values[n], DeviceTensor)]
+        self._left = Counter(item.index.fqn for item in plan.items)
         return plan
 
     def stage(self, plan: SavePlan) -> None:
@@ -129,40 +127,38 @@ class SavePlanner(DefaultSavePlanner):
         return data.getvalue()
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return a value, or the part of a tensor, on the host.
+        """Return a value, or the part of a tensor, on the host; any thread may call.
 
-        The parts of one tensor are asked for one after the other, and read at once,
-        while those of the tensor before are written. So the host has two of them.
+        A tensor is read when its first part is asked for, and dropped with the last.
         """
-        if not isinstance(self.state_dict[index.fqn], DeviceTensor):
+        name = index.fqn
+        if not isinstance(self.state_dict[name], DeviceTensor):
             return super().lookup_object(index)
-        if self._last[0] != index.fqn:
-            self._last = ("", {})
-            self._last = (index.fqn, self._next_parts(index.fqn))
-        return self._last[1][tuple(index.offset or ())]
+        with self._lock:
+            is_first = name not in self._read
+            parts = self._read.setdefault(name, Future())
+        if is_first:
+            try:
+                parts.set_result(self._parts_of(name))
+            except BaseException as error:
+                parts.set_exception(error)
+        found = parts.result()[tuple(index.offset or ())]
+        with self._lock:
+            self._left[name] -= 1
+            if self._left[name] <= 0:
+                self._read.pop(name, None)
+        return found
 
-    def _next_parts(self, name: str) -> Parts:
-        """Return the parts of a tensor, and let those of the next be read."""
-        ahead, self._ahead = self._ahead, None
-        is_next = ahead is not None and ahead[0] == name
-        parts = ahead[1].result() if ahead and is_next else self._read(name)
-        place = self._order.index(name, self._place) if name in self._order else None
-        if place is not None and place + 1 < len(self._order):
-            self._place = place + 1
-            following = self._order[self._place]
-            self._ahead = following, self._pool.submit(self._read, following)
-        else:
-            self._pool.shutdown(wait=False)
-        return parts
-
-    def _read(self, name: str) -> Parts:
+    def _parts_of(self, name: str) -> Parts:
         value: DeviceTensor = self.state_dict[name]
-        if self._is_staged and value.is_on_devices and not self._is_launched:
-            xla_compat.wait_launched(value.tensor)
-            self._is_launched = True
+        if not self._is_staged:
+            return value.parts()
+        with self._lock:
+            if value.is_on_devices and not self._is_launched:
+                xla_compat.wait_launched(value.tensor)
+                self._is_launched = True
         parts = value.parts()
-        if self._is_staged:
-            value.drop()
+        value.drop()
         return parts
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
