@@ -27,9 +27,12 @@ autodoc_typehints_format = "short"
 nitpicky = True
 # Taken by constructors that users do not call.
 nitpick_ignore = [
+    ("py:class", "torch_xla_pp.checkpoint.parts.Stage"),
     ("py:class", "torch_xla_pp.graph.prepare.Prepared"),
     ("py:class", "torch_xla_pp.mesh.job_axes.MeshLayout"),
     ("py:class", "torch_xla_pp.graph.captured.Baked"),
     ("py:class", "torch_xla_pp.timeline.timeline.Timeline"),
+    ("py:class", "torch_xla_pp.transport.process_group.XlaPpProcessGroup"),
+    ("py:class", "torch_xla_pp.transport.rendezvous.Rendezvous"),
 ]
 nitpick_ignore_regex = [("py:.*", r"(?!torch_xla_pp\.).*")]

@@ -256,6 +256,36 @@ def _host_shards(tensor: Tensor) -> list[Tensor]:
     return shards[:1] if is_replicated(tensor) else shards
 
 
+def read_ready(tensor: Tensor) -> list[Tensor]:
+    """Copy each local device's shard of device data to the host, as `read_shards` does.
+
+    Waits for that value alone, and leaves the interpreter's lock to others, so that any
+    thread may call.
+    """
+    if is_replicated(tensor) and num_local_devices() > 1:
+        # Reads the first device alone, and compiles nothing.
+        return [tensor.detach().cpu()]
+    return _host_shards(tensor.detach())
+
+
+def wait_launched(tensor: Tensor) -> None:
+    """Wait until the program that computes a value is launched; any thread may call.
+
+    Before, `read_ready` may find no buffer behind it.
+    """
+    _XLAC._xla_sync_multi([tensor], [], False, True)
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy device data on the devices, by one program; they lie as `tensors` do.
+
+    Returns when the program is enqueued. What does not divide evenly is replicated.
+    """
+    found = [constrain(tensor, sharding_of(tensor)) for tensor in tensors]
+    materialize(found)
+    return found
+
+
 def from_local_shards(
     shards: Sequence[Tensor], sharding: OpSharding, shape: Sequence[int]
 ) -> Tensor:

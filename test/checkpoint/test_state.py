@@ -1,5 +1,6 @@
 """A state has what a run has, and taking it costs no program."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch_xla_pp as xpp
 from checkpoint.runs import Layout, Run
 from checkpoint.test_any_to_any import assert_same
 from checkpoint.test_faults import told
-from torch_xla_pp.checkpoint import State
+from torch_xla_pp.checkpoint import State, saving
 from torch_xla_pp.testing import Worlds
 
 pytestmark = pytest.mark.worlds
@@ -32,11 +33,33 @@ def compiles_nothing(folder: str) -> None:
         run.step()
     xpp.checkpoint.save(run.state, f"{folder}/step-3")
     run.step()
-    run.state.state_dict()
+    xpp.checkpoint.async_save(run.state, f"{folder}/step-4").result()
     before = counted()
     xpp.checkpoint.save(run.state, f"{folder}/step-4")
     xpp.checkpoint.async_save(run.state, f"{folder}/step-5").result()
     assert counted() == before
+
+    # The values are those of the call, although a step comes before they are read.
+    write = saving.Writer.write_data
+
+    def late(*args: Any) -> Any:
+        stepped.wait(60)
+        return write(*args)
+
+    stepped = threading.Event()
+    saving.Writer.write_data = late
+    expected = run.values()
+    before = counted()
+    future = xpp.checkpoint.async_save(run.state, f"{folder}/late")
+    loss = run.step()
+    assert counted() == before
+    stepped.set()
+    future.result()
+    saving.Writer.write_data = write
+    assert not torch.equal(run.values()["embed.weight"], expected["embed.weight"])
+    xpp.checkpoint.load(run.state, f"{folder}/late")
+    assert_same(run.values(), expected)
+    assert run.step() == loss
 
     # One that is made of the schedule alone, with a scheduler of the rate.
     values, rate = run.values(), run.optimizer.param_groups[0]["lr"]
@@ -52,7 +75,7 @@ def compiles_nothing(folder: str) -> None:
     run.rates.last_epoch = 0
     both: dict[str, Any] = {"app": rates, "best": 0}
     xpp.checkpoint.load(both, f"{folder}/step-7")
-    assert (run.rates.last_epoch, both["best"]) == (5, 4)
+    assert (run.rates.last_epoch, both["best"]) == (6, 4)
     # There is nothing of an optimizer.
     assert "no state of an optimizer" in told(
         lambda: xpp.checkpoint.load({"app": other}, f"{folder}/step-7")

@@ -5,7 +5,7 @@ what several devices hold is read of the first of them.
 """
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,7 +40,6 @@ class DeviceTensor:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor: Tensor | None = tensor
-        self._parts: dict[Offset, Tensor] = {}
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
         self._tiling = tiling_of(tensor)
 
@@ -56,34 +55,54 @@ class DeviceTensor:
             box.start: box for box in found[:1]
         }
 
-    def parts(self) -> dict[Offset, Tensor]:
-        """Return the parts on the host, by where they begin."""
+    @property
+    def tensor(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: It was dropped.
+        """
         if self._tensor is None:
-            return self._parts
-        shards = _shards(self._tensor)
+            raise RuntimeError("the tensor was dropped when it was read")
+        return self._tensor
+
+    @property
+    def is_on_devices(self) -> bool:
+        """Return whether it is no tensor of the host."""
+        return self.tensor.device.type == "xla"
+
+    def parts(self) -> dict[Offset, Tensor]:
+        """Return the parts on the host, by where they begin; any thread may call.
+
+        Those of a tensor on the host share its memory.
+        """
+        shards = xla_compat.read_ready(self.tensor) if self.is_on_devices else []
         boxes = self.boxes()
+        if len(shards) < 2:
+            whole = shards[0] if shards else self.tensor.detach()
+            return {offset: whole[box.slices] for offset, box in boxes.items()}
+        tiles = self._tiling.tiles
         found = {}
-        for device, tile in enumerate(self._tiling.tiles[: len(shards)]):
-            box = self._tiling.box(tile)
-            if boxes.get(box.start) == box and box.start not in found:
-                found[box.start] = shards[device][tuple(map(slice, box.sizes))]
+        for offset, box in boxes.items():
+            device = tiles.index(self._tiling.tile_at(offset))
+            found[offset] = shards[device][tuple(map(slice, box.sizes))]
         return found
 
-    def stage(self, offsets: Collection[Offset]) -> None:
-        """Keep some parts on the host, as they are now; the tensor may change then."""
-        found = self.parts()
-        is_shared = self._tensor is not None and self._tensor.device.type != "xla"
-        self._parts = {
-            offset: found[offset].clone() if is_shared else found[offset]
-            for offset in offsets
-        }
+    def stage(self, copied: Tensor) -> None:
+        """Take a copy in place of the tensor, which may change from now on."""
+        self._tensor = copied
+
+    def drop(self) -> None:
+        """Forget the tensor."""
         self._tensor = None
 
     def __deepcopy__(self, memo: object) -> "DeviceTensor":
-        if self._tensor is None:
-            raise TypeError("expected a tensor that is not staged, got a staged one")
-        copied = DeviceTensor(self._tensor)
-        copied.stage(self.boxes())
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        boxes = self.boxes()
+        for offset, part in self.parts().items():
+            whole[boxes[offset].slices] = part
+        copied = DeviceTensor(self.tensor)
+        copied.stage(whole)
         return copied
 
     def __create_write_items__(  # torch's protocol
@@ -183,14 +202,3 @@ def _padded(part: Tensor, shape: tuple[int, ...]) -> Tensor:
     whole = part.new_zeros(shape)
     whole[tuple(map(slice, part.shape))] = part
     return whole
-
-
-def _shards(tensor: Tensor) -> list[Tensor]:
-    """Return a tensor's shards by device, one if it is whole."""
-    if tensor.device.type != "xla":
-        return [tensor.detach()]
-    if xla_compat.is_replicated(tensor):
-        # Reads the first device alone, and compiles nothing.
-        return [tensor.detach().cpu()]
-    (shards,) = xla_compat.read_shards([tensor])
-    return shards

@@ -6,7 +6,10 @@ writes a tensor that several have, and a rank reads whole tensors, once each.
 """
 
 import io
+import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +23,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from torch_xla_pp import xla_compat
 from torch_xla_pp.checkpoint.contents import contents_in
-from torch_xla_pp.checkpoint.device_tensor import DeviceTensor
+from torch_xla_pp.checkpoint.device_tensor import DeviceTensor, Offset
+
+Parts = dict[Offset, Tensor]
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -39,7 +45,10 @@ class SavePlanner(DefaultSavePlanner):
         super().__init__()
         self._shares = shares
         self._aliases: dict[str, str] = {}
-        self._last: tuple[str, dict[tuple[int, ...], Tensor]] = ("", {})
+        self._is_staged = self._is_launched = False
+        self._lock = threading.Lock()
+        self._left: Counter[str] = Counter()
+        self._read: dict[str, Future[Parts]] = {}
 
     def set_up_planner(
         self,
@@ -81,20 +90,36 @@ class SavePlanner(DefaultSavePlanner):
             ),
         ]
 
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Learn how often a tensor will be asked for."""
+        plan = super().finish_plan(new_plan)
+        self._left = Counter(item.index.fqn for item in plan.items)
+        return plan
+
     def stage(self, plan: SavePlan) -> None:
-        """Copy what a plan writes to the host, as it is now."""
-        offsets: dict[str, list[tuple[int, ...]]] = {}
-        for item in plan.items:
-            offsets.setdefault(item.index.fqn, []).append(
-                tuple(item.index.offset or ())
-            )
+        """Copy what a plan writes, as it is now.
+
+        What devices have is copied there, by a program that is compiled once; what the
+        host has, there.
+        """
+        written = {item.index.fqn for item in plan.items}
+        on_devices = []
         for name, value in self.state_dict.items():
             if isinstance(value, DeviceTensor):
-                value.stage(offsets.get(name, ()))
+                if name not in written:
+                    value.drop()
+                elif value.is_on_devices:
+                    on_devices.append(value)
+                else:
+                    value.stage(value.tensor.detach().clone())
             elif isinstance(value, Tensor):
                 self.state_dict[name] = value.detach().cpu().clone()
-            elif name in offsets:
+            elif name in written:
                 self.state_dict[name] = _Pickled(self._bytes_of(value))
+        copied = xla_compat.copies([value.tensor for value in on_devices])
+        for value, copy in zip(on_devices, copied, strict=True):
+            value.stage(copy)
+        self._is_staged = True
 
     def _bytes_of(self, value: Any) -> bytes:
         data = io.BytesIO()
@@ -102,17 +127,39 @@ class SavePlanner(DefaultSavePlanner):
         return data.getvalue()
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return a value, or the part of a tensor, on the host.
+        """Return a value, or the part of a tensor, on the host; any thread may call.
 
-        The parts of one tensor are asked for one after the other, and read at once.
+        A tensor is read when its first part is asked for, and dropped with the last.
         """
-        value = self.state_dict[index.fqn]
-        if not isinstance(value, DeviceTensor):
+        name = index.fqn
+        if not isinstance(self.state_dict[name], DeviceTensor):
             return super().lookup_object(index)
-        if self._last[0] != index.fqn:
-            self._last = ("", {})
-            self._last = (index.fqn, value.parts())
-        return self._last[1][tuple(index.offset or ())]
+        with self._lock:
+            is_first = name not in self._read
+            parts = self._read.setdefault(name, Future())
+        if is_first:
+            try:
+                parts.set_result(self._parts_of(name))
+            except BaseException as error:
+                parts.set_exception(error)
+        found = parts.result()[tuple(index.offset or ())]
+        with self._lock:
+            self._left[name] -= 1
+            if self._left[name] <= 0:
+                self._read.pop(name, None)
+        return found
+
+    def _parts_of(self, name: str) -> Parts:
+        value: DeviceTensor = self.state_dict[name]
+        if not self._is_staged:
+            return value.parts()
+        with self._lock:
+            if value.is_on_devices and not self._is_launched:
+                xla_compat.wait_launched(value.tensor)
+                self._is_launched = True
+        parts = value.parts()
+        value.drop()
+        return parts
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Return what is written for an object."""

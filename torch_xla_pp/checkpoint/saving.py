@@ -31,6 +31,8 @@ from torch_xla_pp.transport import Rendezvous, XlaPpProcessGroup
 
 _logger = logging.getLogger(__name__)
 
+_NUM_THREADS = 2  # one reads from the devices while the other one writes
+
 Saved = State | Mapping[str, Any]
 
 
@@ -77,9 +79,11 @@ def async_save(
     keep_last: int | None = None,
     while_saving: Literal["wait", "refuse"] = "wait",
 ) -> "Future[Path]":
-    """Save a run as it is now, and return as soon as its values are copied.
+    """Save a run as it is now, and return as soon as its values are being copied.
 
-    The host then has one copy of what this rank writes. Training may go on at once.
+    The devices then have one copy of what this rank writes, made by a program that is
+    compiled at the first call; each tensor of it goes when it is read. Training may go
+    on at once, parameters and sums be updated in place.
     What goes wrong while bytes are written is raised by the future, and by the next
     call of `save`, `load` or `async_save`, on every rank.
 
@@ -182,7 +186,7 @@ class _Saving:
         self.future: Future[Path] = Future()
         self._keep_last = keep_last
         self._rendezvous: Rendezvous = group.rendezvous
-        self._writer = Writer(folders.partial_of(path))
+        self._writer = Writer(folders.partial_of(path), thread_count=_NUM_THREADS)
         self._planner = SavePlanner(shares=True)
 
     def agree(self, state: Saved) -> None:

@@ -13,12 +13,17 @@ import pickle
 import zipfile
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -45,13 +50,20 @@ class Writer(FileSystemWriter):
 
     Args:
         path: A folder, made if it is not there.
+        thread_count: How many files this rank writes at once.
     """
+
+    def __init__(self, path: Path, thread_count: int = 1) -> None:
+        super().__init__(path, thread_count=thread_count)
+        self._files = self.fs = _Files()
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> Future[list[WriteResult]]:
         """Write this rank's file."""
         done = super().write_data(plan, planner)
+        if self._files.errors:
+            raise self._files.errors[0]
         results: list[WriteResult] = done.value()
         files: dict[str, list[WriteResult]] = {}
         for result in results:
@@ -138,6 +150,28 @@ class Reader(FileSystemReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+class _Files(FileSystem):
+    """Keep what goes wrong: torch's writer loses the errors of all threads but one.
+
+    Attributes:
+        errors: What was raised while a file was open or being opened.
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException] = []
+
+    @contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Iterator[io.IOBase]:
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        except BaseException as error:
+            self.errors.append(error)
+            raise
 
 
 class _View(io.RawIOBase):
