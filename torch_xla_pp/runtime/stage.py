@@ -307,7 +307,7 @@ class PipelineStage(SilentStage):
     def explain(self) -> Explanation:
         """Return what the stage costs on each device in the last step, to be printed.
 
-        Collectives and products are counted in what XLA dumps, if `XLA_FLAGS` ask it to.
+        Collectives and products are counted in what XLA dumps, if `XLA_FLAGS` ask it.
 
         Raises:
             PipelineError: No step has begun yet.

@@ -20,7 +20,7 @@ from torch_xla_pp.compile.joint_graph import JointGraph
 _PARTS_OF = "parts_of"
 
 
-class Parts:
+class GradientParts:
     """The parts of values, added to a joint graph as they are asked for.
 
     Args:
@@ -79,7 +79,7 @@ class Parts:
         return made
 
 
-Rule: TypeAlias = Callable[[Parts, fx.Node], fx.Node | None]
+Rule: TypeAlias = Callable[[GradientParts, fx.Node], fx.Node | None]
 
 
 def _is_float(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.group_sums.batch_dims import Place, batch_places
-from torch_xla_pp.compile.group_sums.gradient_parts import Parts
+from torch_xla_pp.compile.group_sums.gradient_parts import GradientParts
 from torch_xla_pp.compile.group_sums.part_rules import RULES
 from torch_xla_pp.compile.group_sums.row_groups import RowGroups
 from torch_xla_pp.compile.joint_graph import JointGraph
@@ -53,7 +53,7 @@ def group_gradients(joint: JointGraph, grouping: Grouping) -> dict[str, str]:
         if role in grouping.dims
     }
     places = batch_places(joint.graph.graph, known, rows.size)
-    parts = Parts(joint, rows, places, RULES)
+    parts = GradientParts(joint, rows, places, RULES)
     refused: dict[str, str] = {}
     for role, grad in joint.parameter_grads.items():
         if role not in grouping.sums:

@@ -17,7 +17,7 @@ from torch_xla_pp.compile.group_sums.batch_dims import (
     shape_of,
     summed,
 )
-from torch_xla_pp.compile.group_sums.gradient_parts import Parts, Rule
+from torch_xla_pp.compile.group_sums.gradient_parts import GradientParts, Rule
 from torch_xla_pp.compile.group_sums.row_groups import PARTS, WHOLE
 from torch_xla_pp.compile.ops import permutation, views, wrapped
 from torch_xla_pp.graph import SHARD
@@ -28,28 +28,28 @@ _aten = torch.ops.aten
 # Operations on one operand, number by number or place by place.
 
 
-def _same(parts: Parts, node: fx.Node) -> fx.Node | None:
+def _same(parts: GradientParts, node: fx.Node) -> fx.Node | None:
     return parts.of(node.all_input_nodes[0])
 
 
-def _scaled(parts: Parts, node: fx.Node) -> fx.Node | None:
+def _scaled(parts: GradientParts, node: fx.Node) -> fx.Node | None:
     found = parts.of(node.all_input_nodes[0])
     return found and parts.call(node, node.target, found, *node.args[1:], **node.kwargs)
 
 
-def _reshaped(parts: Parts, node: fx.Node) -> fx.Node | None:
+def _reshaped(parts: GradientParts, node: fx.Node) -> fx.Node | None:
     found = parts.of(node.all_input_nodes[0])
     sizes = parts.sizes(shape_of(node))
     return found and parts.call(node, _aten.reshape.default, found, sizes)
 
 
-def _expanded(parts: Parts, node: fx.Node) -> fx.Node | None:
+def _expanded(parts: GradientParts, node: fx.Node) -> fx.Node | None:
     found = _aligned(parts, node, node.all_input_nodes[0])
     sizes = parts.sizes(shape_of(node))
     return found and parts.call(node, _aten.expand.default, found, sizes)
 
 
-def _aligned(parts: Parts, node: fx.Node, operand: fx.Node) -> fx.Node | None:
+def _aligned(parts: GradientParts, node: fx.Node, operand: fx.Node) -> fx.Node | None:
     """Return an operand's parts, with as many dimensions as those of the result."""
     found, shape, count = parts.of(operand), shape_of(operand), len(shape_of(node))
     if found is None or len(shape) == count:
@@ -58,14 +58,14 @@ def _aligned(parts: Parts, node: fx.Node, operand: fx.Node) -> fx.Node | None:
     return parts.call(node, _aten.reshape.default, found, sizes)
 
 
-def _permuted(parts: Parts, node: fx.Node) -> fx.Node | None:
+def _permuted(parts: GradientParts, node: fx.Node) -> fx.Node | None:
     source = node.all_input_nodes[0]
     found = parts.of(source)
     order = [0, *(d + 1 for d in permutation(node, len(shape_of(source))))]
     return found and parts.call(node, _aten.permute.default, found, order)
 
 
-def _cut(parts: Parts, node: fx.Node) -> fx.Node | None:
+def _cut(parts: GradientParts, node: fx.Node) -> fx.Node | None:
     """Take a part of one dimension."""
     args: Any = node.args
     found = parts.of(args[0])
@@ -73,7 +73,7 @@ def _cut(parts: Parts, node: fx.Node) -> fx.Node | None:
     return found and parts.call(node, node.target, found, dim + 1, *args[2:])
 
 
-def _uncut(parts: Parts, node: fx.Node) -> fx.Node | None:
+def _uncut(parts: GradientParts, node: fx.Node) -> fx.Node | None:
     """Put a part of one dimension back between zeros."""
     args: Any = node.args
     found, sizes = parts.of(args[0]), parts.sizes(shape_of(node))
@@ -84,20 +84,20 @@ def _uncut(parts: Parts, node: fx.Node) -> fx.Node | None:
 # Operations on several operands.
 
 
-def _zeros(parts: Parts, node: fx.Node) -> fx.Node | None:
+def _zeros(parts: GradientParts, node: fx.Node) -> fx.Node | None:
     if node.target is _aten.full.default and node.args[1] != 0:
         return None
     return parts.call(node, _aten.new_zeros.default, node, parts.sizes(shape_of(node)))
 
 
-def _joined(parts: Parts, node: fx.Node) -> fx.Node | None:
+def _joined(parts: GradientParts, node: fx.Node) -> fx.Node | None:
     args: Any = node.args
     found = [parts.of(source) for source in args[0]]
     (dim,) = wrapped(args[1] if len(args) > 1 else 0, len(shape_of(node)))
     return None if None in found else parts.call(node, node.target, found, dim + 1)
 
 
-def _added(parts: Parts, node: fx.Node) -> fx.Node | None:
+def _added(parts: GradientParts, node: fx.Node) -> fx.Node | None:
     if not all(isinstance(arg, fx.Node) for arg in node.args):
         return None
     args: Any = node.args
@@ -107,7 +107,7 @@ def _added(parts: Parts, node: fx.Node) -> fx.Node | None:
     return parts.call(node, node.target, left, right, **node.kwargs)
 
 
-def _multiplied(parts: Parts, node: fx.Node) -> fx.Node | None:
+def _multiplied(parts: GradientParts, node: fx.Node) -> fx.Node | None:
     """Multiply the parts of one factor by the other; divide only the first."""
     left, right = node.args
     if not isinstance(right, fx.Node):
@@ -123,7 +123,7 @@ def _multiplied(parts: Parts, node: fx.Node) -> fx.Node | None:
 # Operations that sum over the batch, or over other dimensions.
 
 
-def _summed(parts: Parts, node: fx.Node) -> fx.Node | None:
+def _summed(parts: GradientParts, node: fx.Node) -> fx.Node | None:
     args: Any = node.args
     place, dims = parts.places.get(args[0]), summed(node, len(shape_of(args[0])))
     keepdim = len(args) > 2 and bool(args[2])
@@ -136,7 +136,7 @@ def _summed(parts: Parts, node: fx.Node) -> fx.Node | None:
     )
 
 
-def _product(parts: Parts, node: fx.Node) -> fx.Node | None:
+def _product(parts: GradientParts, node: fx.Node) -> fx.Node | None:
     """Cut a product of matrices whose sum goes over the batch."""
     operands: Any = node.args
     last = len(shape_of(operands[0])) - 1
@@ -147,7 +147,7 @@ def _product(parts: Parts, node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _embedded(parts: Parts, node: fx.Node) -> fx.Node | None:
+def _embedded(parts: GradientParts, node: fx.Node) -> fx.Node | None:
     args: Any = node.args
     grad, indices, *_, is_scaled_by_frequency = args
     if is_scaled_by_frequency:
@@ -155,7 +155,7 @@ def _embedded(parts: Parts, node: fx.Node) -> fx.Node | None:
     return _applied(parts, node, node, None, grad, [indices])
 
 
-def _put(parts: Parts, node: fx.Node) -> fx.Node | None:
+def _put(parts: GradientParts, node: fx.Node) -> fx.Node | None:
     """Add values to zeros, at places of the first dimensions."""
     args: Any = node.args
     zeros, indices, values, *rest = args
@@ -168,7 +168,7 @@ def _put(parts: Parts, node: fx.Node) -> fx.Node | None:
     return _applied(parts, node, node, None, values, listed)
 
 
-def _taken(parts: Parts, node: fx.Node) -> fx.Node | None:
+def _taken(parts: GradientParts, node: fx.Node) -> fx.Node | None:
     """Take the gradient of a convolution's weight or bias."""
     args: Any = node.args
     source, item = args
@@ -183,7 +183,7 @@ def _taken(parts: Parts, node: fx.Node) -> fx.Node | None:
 
 
 def _applied(
-    parts: Parts,
+    parts: GradientParts,
     node: fx.Node,
     op: fx.Node,
     item: int | None,
