@@ -60,7 +60,7 @@ from torch_xla_pp.torch_pipe import Pipe as _TracedPipe
 
 
 class Pipe(_TracedPipe):
-    """Hold a model that was traced and split into stages.
+    """A model that was traced and split into stages.
 
     As `torch.distributed.pipelining.Pipe`, but its stages run on XLA devices. Made
     by `pipeline`. The first stage's module takes what the model takes and the last

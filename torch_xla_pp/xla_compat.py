@@ -109,7 +109,7 @@ def forget_sharding(tensor: Tensor) -> None:
 
 
 def constrain(value: Tensor, sharding: OpSharding) -> Tensor:
-    """Return a pending copy of `value` that is laid out as `sharding`.
+    """Return a pending copy of `value` that is sharded as `sharding`.
 
     Values on the device are moved by the program that the copy is computed in; they
     and their own sharding stay.
@@ -313,7 +313,7 @@ def graph_parameters(outputs: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
 
 
 class CompiledGraph(NamedTuple):
-    """Say what is known of a compiled graph.
+    """A compiled graph, and what is known of it.
 
     Attributes:
         hash: By which it is run.
@@ -496,7 +496,7 @@ def library_path() -> Path:
 def to_shards(value: Tensor, sharding: OpSharding) -> Tensor:
     """Enter the part of a graph that is written for one device.
 
-    The value is laid out as `sharding` first.
+    The value is sharded as `sharding` first.
     """
     value = value.clone()
     _XLAC._xla_mark_sharding(value, sharding)
@@ -519,7 +519,7 @@ def flatten_shards(values: Sequence[Tensor], shardings: Sequence[OpSharding]) ->
 
     Args:
         values: Values of one dtype.
-        shardings: How they lie first.
+        shardings: How they are sharded first.
 
     Returns:
         Each device's parts of the values, of one dimension.

@@ -84,7 +84,7 @@ class _Captures(TorchFunctionMode):
         inputs: Pairs of a tensor from elsewhere and the input that stands for it.
 
     Attributes:
-        found: Such tensors that no input stands for.
+        found: Tensors from elsewhere that no input stands for.
     """
 
     def __init__(self, inputs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -188,7 +188,7 @@ def _check_constants(output: Template) -> None:
 
 
 def _call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call a module; one that was traced hands on the marks of its nodes."""
+    """Call a module; the marks of a traced one's nodes are kept."""
     if not isinstance(module, fx.GraphModule):
         return module(*args, **kwargs)
     if not any(REGION in n.meta or _LINE in n.meta for n in module.graph.nodes):
@@ -290,9 +290,9 @@ def _note_operation(error: Exception) -> None:
 
 
 def _as_if_compiling() -> contextlib.AbstractContextManager[None]:
-    """Let `torch.compiler.is_compiling` say yes.
+    """Let `torch.compiler.is_compiling` return True.
 
-    So modules do not choose by values, and `shard` is an operator. Upstream sets the
+    So modules do not branch on values, and `shard` is an operator. Upstream sets the
     flag in torch.compile and torch.export, not where AOTAutograd is called by itself.
     """
     return replaced(torch.compiler, "_is_compiling_flag", True)

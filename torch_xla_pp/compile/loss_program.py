@@ -50,7 +50,7 @@ class LossProgram:
         inputs: Examples of the outputs' tensors and of the target; only metadata
             counts.
         shardings: Sharding of each of them; gradients get the same.
-        rules: What operations are run by, see `compile.lowering`.
+        rules: How operations are run, see `compile.lowering`.
 
     Raises:
         PipelineError: The loss is no scalar, or has parameters of its own to train.

@@ -191,7 +191,7 @@ class Program:
         return notes.end_op(values[MARK], done)
 
     def _run(self, values: Mapping[str, Tensor]) -> Sequence[Tensor]:
-        """Run the function, with its inputs sharded as where they are used."""
+        """Run the function, with its inputs sharded as it uses them."""
         function = self.spec.function
         inputs = {name: values[name] for name in function.inputs}
         module, name = function.module, function.name
@@ -264,9 +264,9 @@ def _shardings(tensors: Sequence[Tensor]) -> list[str]:
 
 
 def _computed(results: Sequence[Tensor]) -> list[Tensor]:
-    """Return results as what a program computes; some may be its operands as they are.
+    """Return results as computed values; some may be the program's operands.
 
-    A program that computes nothing is none for torch_xla.
+    torch_xla has no program that computes nothing.
     """
     pending = xla_compat.are_pending(results)
     return [

@@ -53,7 +53,7 @@ def give_back_garbage() -> None:
 
 
 def _num_threads(num_devices: int) -> int:
-    """Return how many threads a client needs so as not to stand still."""
+    """Return how many threads a client needs to avoid a deadlock."""
     return 2 if num_devices == 1 else 2 * num_devices + 1
 
 

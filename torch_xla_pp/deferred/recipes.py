@@ -29,7 +29,7 @@ Storage = torch.UntypedStorage
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """List what was written to a storage.
+    """The writes to a storage.
 
     Args:
         num_bytes: Size of the storage when it was first seen.
@@ -51,7 +51,7 @@ class Record:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class View:
-    """Stand for a tensor: a part of a recorded storage."""
+    """A stand-in for a tensor: a part of a recorded storage."""
 
     record: Record
     dtype: torch.dtype
@@ -75,7 +75,7 @@ class View:
         return tensor.set_(storage, self.offset, self.shape, self.stride)
 
     def fitted(self, value: Tensor) -> Storage:
-        """Return the storage of a value that is laid out as the meta tensor was."""
+        """Return the storage of a value that has the meta tensor's strides."""
         layout = (value.stride(), value.storage_offset())
         if layout != (self.stride, self.offset) or value.device.type != "cpu":
             value = self.on(self.record.zeros()).copy_(value)
@@ -84,7 +84,7 @@ class View:
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """Hold a call that wrote to recorded storages.
+    """A call that wrote to recorded storages.
 
     Args:
         function: What was called.

@@ -25,7 +25,7 @@ _STATISTICS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """Describe memory that is written in place.
+    """Memory that is written in place.
 
     Args:
         root: The node that owns it.

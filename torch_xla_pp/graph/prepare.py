@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """Keep what `finish_split` must know about the model that was cut.
+    """What `finish_split` must know about the model that was cut.
 
     Args:
         names: The stages' names.

@@ -13,7 +13,7 @@ from torch_xla_pp.text import type_text
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Stand for the tensor number `index`.
+    """The place of tensor number `index`.
 
     Args:
         index: Its number.

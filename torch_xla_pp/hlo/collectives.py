@@ -43,7 +43,7 @@ DeviceGroups = frozenset[frozenset[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """Count the collectives of one kind in a program.
+    """The collectives of one kind in a program.
 
     Args:
         kind: Its name in HLO, e.g. `all-gather`.

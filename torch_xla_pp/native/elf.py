@@ -39,7 +39,7 @@ class _Section(NamedTuple):
 
 
 class ElfFile:
-    """Read one library's symbols.
+    """The symbols of one library.
 
     Args:
         path: The library.

@@ -17,7 +17,7 @@ _MAX_TEXT_BYTES = 1 << 16
 
 
 class Unavailable(Exception):
-    """Say why the compiled transport cannot be used here."""
+    """The compiled transport cannot be used here, for the reason given."""
 
 
 @functools.cache

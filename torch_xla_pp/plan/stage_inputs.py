@@ -18,7 +18,7 @@ item of that key or its attribute of that name.
 
 @dataclass(frozen=True, slots=True)
 class StageInputs:
-    """List the sources of a stage's arguments, without those of the batch.
+    """The sources of a stage's arguments, without those of the batch.
 
     Args:
         args: Sources of the first positional arguments.

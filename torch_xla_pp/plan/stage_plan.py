@@ -96,7 +96,7 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlanner:
-    """What is known of a stage before the first step, which its plans follow from.
+    """The facts of a stage, known before the first step, that its plans follow from.
 
     Args:
         stage: Index of the stage.
@@ -176,7 +176,7 @@ class StagePlanner:
     ) -> tuple[TensorSpec, ...]:
         """Return how offered values are partitioned here, by this rank's rules.
 
-        With the sender's mesh and rules that is as they leave.
+        With the sender's mesh and rules they arrive as they were sent.
         """
         faults = self.layout.constraint_faults(
             (spec.axes, spec.shape) for spec in offered if spec.axes is not None
@@ -223,7 +223,7 @@ def check_fits(
         own: What the stage expects, as texts of `TensorSpec`.
 
     Raises:
-        StageShapeError: Names every value that differs.
+        StageShapeError: Some differ; all of them are named.
     """
     got = [str(spec) for spec in offered]
     if got == list(own):

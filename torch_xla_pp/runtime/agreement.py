@@ -169,7 +169,7 @@ def compare_replicas(rendezvous: Rendezvous, claim: ReplicaClaim) -> None:
     """Compare the claims of the ranks that run the same stages; all must call it.
 
     Raises:
-        PlanError: They are no replicas; raised on every rank.
+        PlanError: They are not replicas; raised on every rank.
     """
     faults = replica_faults(rendezvous.exchange("replica", claim))
     if faults:

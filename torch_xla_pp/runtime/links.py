@@ -96,7 +96,7 @@ class Links:
         self._tilings = tilings
 
     def moves(self) -> Iterator[str]:
-        """Yield what is laid out anew on its way; its gradient is on the way back."""
+        """Yield what is resharded on its way; its gradient is on the way back."""
         for edge in (channel.edge for channel in (*self._inputs, *self._outputs)):
             here = [layout.tiling for layout in edge.layouts]
             there = edge.tilings_there() or here

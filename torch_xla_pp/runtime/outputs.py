@@ -1,4 +1,4 @@
-"""The outputs that a schedule gets of the last stage, and the gradients for them.
+"""The outputs that a schedule gets from the last stage, and the gradients for them.
 
 Law: an output that nobody is to return lives until its loss is known, and no longer.
 A schedule still has it in a local variable then, so it is emptied.

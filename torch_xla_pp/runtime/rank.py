@@ -155,7 +155,7 @@ class RankPipeline:
 
     @classmethod
     def of(cls, schedule: TorchSchedule) -> "RankPipeline":
-        """Return that of a schedule, made at the first call."""
+        """Return the one of a schedule, made at the first call."""
         found: RankPipeline = rank_of(schedule, cls)
         return found
 
@@ -316,7 +316,7 @@ class RankPipeline:
                 self._choose_merge(stage, compiled)
 
     def _choose_merge(self, stage: LocalStage, compiled: CompiledStage[Links]) -> None:
-        """Let the schedule return the outputs of this step as it is to."""
+        """Let the schedule merge the outputs of this step as it should."""
         if not stage.outputs.is_wanted:
             drop_outputs(self.schedule)
         elif self._merge_spec is not None:

@@ -48,7 +48,7 @@ def total_bytes(values: Mapping[str, Tensor], sizes: dict[str, int]) -> int:
 
 
 class SavedValues:
-    """What microbatches wait with, and its bytes on one device.
+    """A stage's saved activations and the like, and their bytes on one device.
 
     Attributes:
         most_bytes: The most bytes that were held since the last `clear`.

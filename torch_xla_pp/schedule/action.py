@@ -20,7 +20,7 @@ _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
-    """Run one kind of program of a stage for one microbatch.
+    """One kind of program of a stage, for one microbatch.
 
     Example:
         >>> str(Action(stage=2, kind="F", microbatch=0))

@@ -15,7 +15,7 @@ from torch_xla_pp.schedule.tasks import actions_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    r"""Hold the actions of every rank, in the order in which the rank runs them.
+    r"""The actions of every rank, in the order in which the rank runs them.
 
     There are no sends or receives: they follow from the stages' edges. A schedule may
     still be wrong in itself, see `verify`.

@@ -8,7 +8,7 @@ from torch_xla_pp.schedule import Kind, chain_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flow:
-    """Describe values that a stage makes for each microbatch, and who uses them.
+    """Values that a stage makes for each microbatch, and who uses them.
 
     Args:
         producer: The stage that makes them.
@@ -40,7 +40,7 @@ class Flow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """Say what stages take, send and keep for one microbatch.
+    """What stages take, send and keep for one microbatch.
 
     Args:
         seconds: Stage and kind of action → what it takes, without waiting.

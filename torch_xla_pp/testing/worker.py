@@ -83,7 +83,7 @@ def _answer(
 ) -> None:
     """Send "value" and the result, or "error" and its type, text and traceback.
 
-    The arguments come pickled, since their classes may lie on `path`; the result
+    The arguments come pickled, since their classes may be on `path`; the result
     goes pickled, since the connection would share the memory of its tensors.
     """
     os.environ.update(env)

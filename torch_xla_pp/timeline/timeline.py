@@ -14,7 +14,7 @@ _FORMAT = "torch_xla_pp timeline 1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """Hold what the ranks ran and sent in one step, on one clock.
+    """What the ranks ran and sent in one step, on one clock.
 
     Args:
         num_ranks: Number of ranks, with or without spans.

@@ -48,7 +48,7 @@ class Listener(Protocol):
 
 
 class _Entry(NamedTuple):
-    """Name a value: what, of whom, and in which generation, None for any."""
+    """The key of a value: what, of whom, and in which generation, None for any."""
 
     name: str
     rank: int
@@ -56,14 +56,14 @@ class _Entry(NamedTuple):
 
 
 class _Fate(NamedTuple):
-    """Say why a rank is gone, and since when that is known here."""
+    """The reason why a rank is gone, and since when that is known here."""
 
     reason: str
     since_s: float
 
 
 class Rendezvous:
-    """Let the ranks of a group agree on values and learn of each other's errors.
+    """The channel by which a group's ranks agree on values and tell their errors.
 
     Args:
         sockets: The connections of the group.
@@ -338,7 +338,7 @@ class Rendezvous:
         """Raise if one of some ranks is gone.
 
         Raises:
-            TransportError: Names it.
+            TransportError: It is; the error names it.
         """
         for rank in self._gone_of(ranks):
             raise TransportError(self._gone_text(rank))

@@ -64,7 +64,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Sockets:
-    """Connect the ranks of one group. All of them must construct it.
+    """The connections between the ranks of one group. All of them must construct it.
 
     Receivers are called on the thread of the connections, in the order of what happens,
     and must not wait.

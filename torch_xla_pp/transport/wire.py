@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Wire:
-    """Carry messages between the ranks of one group.
+    """Messages between the ranks of one group.
 
     Args:
         sockets: The connections of the group.
@@ -111,7 +111,7 @@ class Wire:
         self._inbox.forget_until(generation)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Send what is still to be sent, and part from every peer.
+        """Send what is still to be sent, and disconnect from every peer.
 
         Waits at most `timeout_s` seconds. What has arrived may still be received.
         """

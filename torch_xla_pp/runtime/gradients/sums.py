@@ -166,7 +166,7 @@ class SumPrograms:
 
         Args:
             parameters: Role → parameter.
-            grads: Role → gradient that a parameter has already, laid out like it.
+            grads: Role → gradient that a parameter has already, sharded like it.
 
         Returns:
             A sum for each parameter that gets a gradient.
@@ -196,10 +196,10 @@ class SumPrograms:
 
         Args:
             sums: All sums; those per group are void afterwards.
-            grads: Role → gradient that a parameter has already, laid out like it.
+            grads: Role → gradient that a parameter has already, sharded like it.
 
         Returns:
-            The sums that were per group, laid out like their parameters.
+            The sums that were per group, sharded like their parameters.
         """
         groups = self.summed.groups
         given = tuple(role for role in groups if role in grads)

@@ -13,7 +13,7 @@ ActionKey = tuple[int, Kind, int]
 
 
 class Position(NamedTuple):
-    """Say where an action is: on which rank, and its number there."""
+    """The place of an action: its rank, and its number there."""
 
     rank: int
     step: int
@@ -21,7 +21,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lookup:
-    """Find the actions of a schedule.
+    """The actions of a schedule, and where they are.
 
     Args:
         schedule: The schedule.
