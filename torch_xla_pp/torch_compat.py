@@ -234,7 +234,7 @@ def drop_outputs(schedule: TorchSchedule) -> None:
 def merge_outputs_as(
     schedule: TorchSchedule, template: Template, shapes: Sequence[tuple[int, ...]]
 ) -> None:
-    """Let `schedule` concatenate the tensors of outputs and keep what is none.
+    """Let `schedule` concatenate the tensors of outputs and keep all other values.
 
     Scalars, such as losses, become a vector of one per microbatch. Without being told,
     a schedule concatenates everything, and fails for scalars, numbers and None.

@@ -204,7 +204,7 @@ class _InFlight:
 
 @functools.cache
 def _in_flight() -> _InFlight:
-    """Return the process's own."""
+    """Return the one of this process."""
     return _InFlight()
 
 
@@ -345,7 +345,7 @@ def compile_graph(outputs: Sequence[Tensor]) -> CompiledGraph:
 def _texts() -> dict[GraphHash, str]:
     """Return the HLO of each graph that was dumped.
 
-    One of the process, as are torch_xla's programs: it compiles equal graphs once.
+    One for the process, like torch_xla's programs: it compiles equal graphs once.
     """
     return {}
 
@@ -531,7 +531,7 @@ def flatten_shards(values: Sequence[Tensor], shardings: Sequence[OpSharding]) ->
 def split_shards(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Cut what `flatten_shards` gave into parts of some shapes, within `to_shards`.
 
-    What is left over is dropped; where something lacks, the beginning is repeated.
+    What is left over is dropped; where something is missing, the beginning is repeated.
     """
     sizes = [math.prod(shape) for shape in shapes]
     missing = sum(sizes) - flat.numel()
@@ -575,7 +575,7 @@ def custom_call(
 
 
 def manual(value: Tensor) -> Tensor:
-    """Say that `value` belongs to the part of a graph that is for one device."""
+    """Mark `value` as part of a graph that is written for one device."""
     _XLAC._xla_mark_sharding(value, _XLAC.OpSharding([], [], [], _MANUAL))
     return value
 

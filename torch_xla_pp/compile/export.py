@@ -299,7 +299,7 @@ def _as_if_compiling() -> contextlib.AbstractContextManager[None]:
 
 
 def _views_on_metadata() -> contextlib.AbstractContextManager[None]:
-    """Let views in place change nothing but the shape of functionalization's wrapper.
+    """Let in-place views change nothing but the shape of functionalization's wrapper.
 
     It repeats an operation such as `as_strided_` on its wrapper of a value, for which
     torch_xla's kernels have no XLA tensor, see docs/upstreaming.md.

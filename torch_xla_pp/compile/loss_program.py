@@ -1,4 +1,4 @@
-"""The loss of a microbatch and its gradient by the stage's outputs, as one program."""
+"""The loss of a microbatch and its gradient for the stage's outputs, as one program."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -41,7 +41,7 @@ class _LossModule(nn.Module):
 class LossProgram:
     """One program for a loss, and for its gradient scaled by a factor.
 
-    The function is traced at the first call. Tensors that it captures are read anew
+    The function is traced at the first call. Tensors that it captures are read again
     when they were written to; all else that it reads from outside is built in.
 
     Args:
@@ -53,7 +53,7 @@ class LossProgram:
         rules: How operations are run, see `compile.lowering`.
 
     Raises:
-        PipelineError: The loss is no scalar, or has parameters of its own to train.
+        PipelineError: The loss is not a scalar, or has parameters of its own to train.
         Exception: The function cannot be traced.
 
     Attributes:

@@ -133,7 +133,7 @@ class StagePrograms:
     def forward(
         self, fixed: Mapping[str, Tensor], live: Values, seed: int
     ) -> Forwarded:
-        """Enqueue the forward of one microbatch and keep what its backward reads.
+        """Enqueue the forward of one microbatch, and return what its backward reads.
 
         Args:
             fixed: The stage's values.

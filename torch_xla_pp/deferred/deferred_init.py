@@ -40,7 +40,7 @@ _UNWRITTEN = (
     _aten.new_empty,
     _aten.new_empty_strided,
 )
-# Bits of a tensor that views do not have.
+# Conjugate and negative bits, which a `View` does not record.
 _WITHOUT_BITS = {
     _aten._conj.default: _aten._conj_physical.default,
     _aten._neg_view.default: _aten.neg.default,

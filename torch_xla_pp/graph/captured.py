@@ -330,7 +330,7 @@ class _Walk:
         self.watch = _Watch()
         self._names = names
         self._seen: set[int] = set()
-        # What is made while it is looked at must live, or its id is used again.
+        # What is made during the walk must be kept alive, or its id is used again.
         self._kept: list[Any] = []
         self._names_of: dict[int, str] = {}
         self._own = set(root.modules()) if isinstance(root, nn.Module) else set()

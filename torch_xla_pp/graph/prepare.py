@@ -48,7 +48,7 @@ class Prepared:
 
 
 def carry(value: T) -> T:
-    """Stand for a value on its way through a stage."""
+    """Return `value`; in a graph this carries it through a stage."""
     return value
 
 

@@ -26,7 +26,7 @@ torch.library.define(_NAME, "(Tensor value, str[] axes) -> Tensor")
 
 
 def _copy(value: Tensor, axes: Sequence[str]) -> Tensor:
-    """Return a copy: what an operator returns may be no alias of what it takes."""
+    """Return a copy: an operator must not return an alias of what it takes."""
     return value.clone()
 
 

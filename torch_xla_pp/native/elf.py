@@ -45,7 +45,7 @@ class ElfFile:
         path: The library.
 
     Raises:
-        ValueError: It is no 64-bit little-endian ELF file.
+        ValueError: It is not a 64-bit little-endian ELF file.
     """
 
     def __init__(self, path: Path) -> None:

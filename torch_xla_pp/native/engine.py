@@ -104,7 +104,7 @@ class Engine:
         return Failure(text, kind == FailureKind.TIMEOUT, kind == FailureKind.REPORT)
 
     def settle(self, generation: int, count: int, limit_s: float) -> bool:
-        """Wait until `count` receives have ended well, or for `limit_s`."""
+        """Wait until `count` receives have succeeded, or for `limit_s`."""
         settled = self._library.xpp_settle(self.id, generation, count, limit_s)
         return bool(settled)
 

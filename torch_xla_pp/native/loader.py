@@ -107,5 +107,5 @@ def register(loaded: ctypes.CDLL, target: str, op: Op) -> None:
 
 @functools.cache
 def register_target(target: str, op: Op) -> None:
-    """Do what `register` does, once for each target."""
+    """Call `register`, once for each target."""
     register(library(), target, op)

@@ -36,7 +36,7 @@ class StageInputs:
         """Return the inputs of a stage; None for what the previous stage makes.
 
         Raises:
-            ValueError: Something is no source, or not made before the stage.
+            ValueError: Something is not a source, or not made before the stage.
         """
         if inputs_from is None:
             previous = () if stage == 0 else (Source(stage - 1),)

@@ -1,8 +1,8 @@
 """What goes into a stage and comes out of it in one kind of step.
 
 A stage waits for the *offers* of earlier stages, which say what these make, plans its
-own kind of step by them, and makes an offer to later ones. Planning is pure: offers and
-arguments in, a frozen plan out.
+own kind of step from them, and makes an offer to later ones. Planning is pure: offers
+and arguments in, a frozen plan out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +86,7 @@ class StagePlan:
         return {**dict(zip(self.values, self.received, strict=True)), **made}
 
     def is_like(self, other: "StagePlan") -> bool:
-        """Return whether the same programs do for another kind of step."""
+        """Return whether the same programs serve another kind of step."""
         return replace(self, random_before=other.random_before) == other
 
     def takes(self, name: str) -> bool:
@@ -114,7 +114,7 @@ class StagePlanner:
     expected_inputs: tuple[str, ...] | None = None
 
     def needed(self, wiring: Wiring) -> list[int]:
-        """Return the stages whose offers a plan is made by.
+        """Return the stages whose offers a plan is made from.
 
         The offer of the previous stage tells what is counted from stage to stage.
         """

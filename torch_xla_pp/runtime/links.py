@@ -73,7 +73,7 @@ class Links:
         rank_here = self._own.ranks[self._stage]
 
         def opened(edges: Iterable[Edge]) -> list[Channel]:
-            # What comes from this rank first: it is there, or never comes.
+            # Values of this rank first: they are there, or never come.
             ordered = sorted(edges, key=lambda x: (x.rank != rank_here, x.peer))
             return [open_channel(edge) for edge in ordered if edge.names]
 

@@ -88,7 +88,7 @@ class GatheredWeights:
 
 
 class _Copies(nn.Module):
-    """Copies of values, to be sharded anew."""
+    """Copies of values, to be resharded."""
 
     def forward(self, *values: Tensor) -> list[Tensor]:
         return [value * 1 for value in values]

@@ -175,7 +175,7 @@ class RankPipeline:
 
     @classmethod
     def calling(cls) -> "RankPipeline | None":
-        """Begin a step of torch's schedule that calls, and return its rank's part."""
+        """Begin a step of torch's schedule that is calling, and return its pipeline."""
         call = calling_step()
         if call is None:
             return None

@@ -70,7 +70,7 @@ class SavedValues:
         return self._total
 
     def clear(self) -> None:
-        """Drop everything and count anew."""
+        """Drop everything and count afresh."""
         self._values.clear()
         self._bytes.clear()
         self._total = self._taken = self._num_live = 0
@@ -97,7 +97,7 @@ class SavedValues:
         return (kind, microbatch) in self._values
 
     def take(self, kind: SavedKind, microbatch: int) -> dict[str, Tensor]:
-        """Return values and keep them no more, but for the next program."""
+        """Return values, which count only until the next program has run."""
         key = (kind, microbatch)
         num_bytes = self._bytes.pop(key)
         self._total -= num_bytes

@@ -94,7 +94,7 @@ class PipelineStage(SilentStage):
             `Pipe.build_stage`.
 
     Raises:
-        TypeError: Examples are no tensors.
+        TypeError: Examples are not tensors.
         ValueError: An argument does not fit; raised on every rank in its first step
             at the latest.
 

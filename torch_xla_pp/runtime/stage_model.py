@@ -125,7 +125,7 @@ class StageModel:
         rules = sharding if isinstance(sharding, AxisRules) else None
         shapes = None if traced is None else traced.shapes
         self.world = World(options.mesh, options.batch_axis, rules)
-        # Before parameters have a new life on the device.
+        # Before parameters are replaced on the device.
         self._patterns = matched_patterns(rules, module, shapes)
         self._mirrors = separated(module, tied)
         self.state = ModuleState(

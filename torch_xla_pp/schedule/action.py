@@ -50,7 +50,7 @@ class Action:
         """Parse what `str` prints.
 
         Raises:
-            ValueError: The text is no action.
+            ValueError: The text is not an action.
         """
         match = _ACTION.fullmatch(text.strip())
         if match is None:

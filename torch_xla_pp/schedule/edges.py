@@ -17,7 +17,7 @@ def check_edges(user: str, edges: Iterable[StagePair], num_stages: int) -> None:
     """Refuse edges that do not lead from a stage to a higher one.
 
     Raises:
-        ValueError: Names `user` and every faulty edge.
+        ValueError: There are some; `user` and all of them are named.
     """
     faulty = [f"{p}->{c}" for p, c in edges if not 0 <= p < c < num_stages]
     if faulty:

@@ -211,7 +211,7 @@ class Worlds:
         timeout_s: float = 120.0,
         keep_workers: bool = False,
     ) -> list[Outcome]:
-        """Do as `run`, but return how each rank ended instead of raising.
+        """Run as `run` does, but return how each rank ended instead of raising.
 
         Raises:
             WorldsFailed: A worker could not be started.
@@ -268,7 +268,7 @@ class Worlds:
         for worker in [worker for worker in idle if not worker.is_alive()]:
             idle.remove(worker)
             worker.close()
-        # Those that were used last, which have programs at hand.
+        # Those that were used last, which have compiled programs.
         taken, idle[:] = idle[-ranks:], idle[:-ranks]
         return taken
 

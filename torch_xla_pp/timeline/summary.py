@@ -78,7 +78,7 @@ class Summary:
 
     @property
     def bubble_share(self) -> float:
-        """Return the share of all ranks' time that is no work."""
+        """Return the share of all ranks' time that is not work."""
         return 1.0 - self.busy_share
 
     def __str__(self) -> str:

@@ -102,7 +102,7 @@ class Timeline:
             source: A file, or the text itself, which is known by its first brace.
 
         Raises:
-            ValueError: It is no timeline.
+            ValueError: It is not a timeline.
         """
         is_text = isinstance(source, str) and source.lstrip().startswith("{")
         text = str(source) if is_text else Path(source).read_text()

@@ -17,7 +17,7 @@ from torch_xla_pp.transport.stage_transport import ShardLayout
 
 
 def are_alike(layouts: Sequence[ShardLayout], there: Sequence[Tiling] | None) -> bool:
-    """Return whether each device just needs the shard of the peer's same device.
+    """Return whether each device needs only the shard of its pair on the peer.
 
     Args:
         layouts: Layouts of the values on this rank.

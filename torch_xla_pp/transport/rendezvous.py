@@ -32,7 +32,7 @@ from torch_xla_pp.transport.activity import Activity
 from torch_xla_pp.transport.sockets import Sockets
 
 POLL_S = 0.2
-_GRACE_S = 0.3  # messages may come later than the word that their sender has left
+_GRACE_S = 0.3  # messages may come after the notice that their sender has left
 _REPORT = "xla_pp_report"
 _SHARED_BUILTINS = ("ValueError", "TypeError", "RuntimeError")
 

@@ -70,7 +70,7 @@ class Wire:
             raise self._gone(peer, f"send {_name(key)}") from error
 
     def tell(self, peer: int, key: Key) -> None:
-        """Send a message without content, which nobody needs who is gone."""
+        """Send an empty message, which a peer that is gone does not need."""
         with contextlib.suppress(TransportError):
             self._sockets.send(peer, "data", (self._rendezvous.generation, key, None))
 
@@ -95,7 +95,7 @@ class Wire:
             lambda limit_s: self._inbox.wait(ticket, limit_s),
             timeout_s,
             lambda: f"{self._rendezvous.title(source)}: recv {_name(ticket.key)}",
-            # Of a connected rank the end comes behind its messages, by the inbox.
+            # The inbox reports the end of a connected rank, after its messages.
             lambda: [] if self._sockets.is_connected(source) else [source],
         )
         parcel = self._inbox.take(ticket)

@@ -8,7 +8,7 @@ from torch_xla_pp.schedule.action import Action, Kind
 from torch_xla_pp.schedule.schedule import Schedule
 from torch_xla_pp.schedule.verify.faults import Fault
 
-# Stage, kind and microbatch of an action: looked up several times faster than it.
+# Stage, kind and microbatch of an action; faster to look up than an `Action`.
 ActionKey = tuple[int, Kind, int]
 
 
