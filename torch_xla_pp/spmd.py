@@ -128,7 +128,7 @@ class SpmdPipeline(nn.Module):
         return torch.where(is_last, results, 0).sum(1).transpose(0, 1).flatten(0, 1)
 
     def _split(self, value: Tensor, num_leading: int = 0) -> Tensor:
-        """Shard a buffer, `(S, B, …)` behind so many dimensions that are whole."""
+        """Shard a buffer, `(S, B, …)` after `num_leading` dimensions that are whole."""
         axes = self._axes or (None,) * (value.dim() - 1 - num_leading)
         return shard(value, *[None] * num_leading, AXIS, *axes)
 
@@ -278,5 +278,5 @@ def _shift(state: Tensor) -> Tensor:
 
 
 def _column(mask: Tensor, num_dims: int) -> Tensor:
-    """Make a mask over stages broadcast over values of so many dimensions."""
+    """Make a mask over stages broadcast over values of `num_dims` dimensions."""
     return mask.reshape(-1, *[1] * (num_dims - 1))

@@ -146,7 +146,7 @@ def _fmin(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _hypot(left: Tensor, right: Tensor) -> Tensor:
-    """Return the length of the hypotenuse; squares are of numbers up to 1."""
+    """Return the length of the hypotenuse; only numbers up to 1 are squared."""
     left, right = left.abs(), right.abs()
     longer, shorter = torch.maximum(left, right), torch.minimum(left, right)
     ratio = torch.where(longer > 0, shorter / longer, 0.0)

@@ -54,7 +54,7 @@ class Explanation:
     Args:
         stage: Index of the stage.
         num_parameters: Parameters of the whole stage.
-        parameter_bytes: Bytes of those and of buffers, on one device.
+        parameter_bytes: Bytes of parameters and buffers, on one device.
         received_bytes: Bytes that one device receives for a microbatch's forward.
         sent_bytes: Bytes of the outputs of a microbatch, on one device; those of the
             last stage go to the loss.

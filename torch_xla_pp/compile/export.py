@@ -280,7 +280,7 @@ def _export(module: nn.Module, args: list[Tensor]) -> Any:
 
 
 def _note_operation(error: Exception) -> None:
-    """Note on an error in which operation it was raised, if in any."""
+    """Note on an error the operation in which it was raised, if any."""
     found = None
     for frame, _ in walk_tb(error.__traceback__):
         value = frame.f_locals.get("func")
@@ -370,7 +370,7 @@ def _read(
 
 
 def _read_lines(joint: JointGraph) -> None:
-    """Give a node of the backward the line of the operation whose gradient it is of."""
+    """Give a node of the backward the line of the operation that it differentiates."""
     line_of: dict[int, str | None] = {}
     for node in joint.graph.graph.nodes:
         number, line = node.meta.get("seq_nr"), node.meta.get(_LINE)

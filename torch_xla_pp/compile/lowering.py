@@ -2,7 +2,7 @@
 
 The result is what XLA compiles. An operation is run by the first *rule* that
 applies to it, or else as torch_xla runs it. An error names the operation and
-the line of the model that it is of.
+the line of the model that it comes from.
 
 Some operations have no implementation for XLA: torch_xla then computes what is pending,
 runs them on the host, and goes on with their results as if these were constants. In a

@@ -43,7 +43,7 @@ def keep_freed(chosen: tuple[str, ...]) -> None:
     with another C library.
 
     Args:
-        chosen: Variables by which the user has, see `env.malloc_choices`.
+        chosen: Variables by which the user configured it, see `env.malloc_choices`.
     """
     if chosen:
         _logger.info("malloc is left as %s says", ", ".join(chosen))
@@ -62,7 +62,7 @@ def give_back(chosen: tuple[str, ...]) -> None:
     The next values take fresh pages once, so call it when something was compiled.
 
     Args:
-        chosen: Variables by which the user has, see `env.malloc_choices`.
+        chosen: Variables by which the user configured it, see `env.malloc_choices`.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None and not chosen:

@@ -141,7 +141,7 @@ def add_mode(
 def _share_tensors(
     stage: nn.Module, name: str, part: nn.Module, names: Collection[str]
 ) -> None:
-    """Let a part and that of the stage hold tensors together, as these are replaced."""
+    """Let a part share the tensors of the stage's part, also when they are replaced."""
     if not part._parameters and not part._buffers:
         return
     own = _item(stage, name)

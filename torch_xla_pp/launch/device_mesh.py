@@ -22,8 +22,8 @@ from torch_xla_pp.transport import of_group
 def explain_mesh() -> None:
     """Let torch_xla's mesh say what its device ids are in a job of several worlds.
 
-    It asserts that they are those of this process, which scripts that number the
-    devices of a whole job run into.
+    It asserts that they are those of this process, which fails in scripts that number
+    the devices of a whole job.
     """
     make = xs.Mesh.__init__
 

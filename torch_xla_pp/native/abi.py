@@ -1,6 +1,6 @@
 """What Python and the compiled library agree on: the mirror of `csrc/abi.h`.
 
-Numbers are places in these tuples. Fields are rows of int64 in this order.
+Numbers are indices into these tuples. Fields are rows of int64 in this order.
 """
 
 from collections.abc import Sequence

@@ -119,7 +119,7 @@ def base_address(path: Path) -> int:
     """Return where this process has loaded a library.
 
     Raises:
-        LookupError: It is not loaded, or the system does not tell.
+        LookupError: It is not loaded, or the system does not say.
     """
     maps = Path("/proc/self/maps")
     for line in maps.read_text().splitlines() if maps.exists() else ():

@@ -290,7 +290,7 @@ class RankPipeline:
         return self._runs[stage.stage_index]
 
     def _begin_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find out of which kind this step is, at its first forward."""
+        """Find out the kind of this step, at its first forward."""
         if self._loss is not None:
             self._loss.begin_step()
         if self._plans is None:

@@ -3,9 +3,9 @@
 Counted are parameters, buffers, gradients, what optimizers keep for the parameters,
 what microbatches wait with, and what the program that runs needs beside its arguments.
 Programs of a device run one after another, in the order in which they were enqueued, so
-all of that is known when they are. Not counted are the batch, what other programs than
-the stage's need (an optimizer's, say), and messages that have arrived before the
-program that receives them.
+all of that is known when they are enqueued. Not counted are the batch, what
+programs other than the stage's need (an optimizer's, say), and messages that have
+arrived before the program that receives them.
 """
 
 import gc

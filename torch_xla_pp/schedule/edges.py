@@ -9,7 +9,7 @@ StagePair = tuple[int, int]
 
 
 def chain_of(num_stages: int) -> tuple[StagePair, ...]:
-    """Return the edges of stages of which each uses the one before."""
+    """Return the edges of stages each of which uses the one before."""
     return tuple((stage, stage + 1) for stage in range(num_stages - 1))
 
 
@@ -74,7 +74,7 @@ def carriers_of(
     values: Iterable[tuple[int, Iterable[int]]],
     placement: Mapping[int, int] | Sequence[int],
 ) -> list[StagePair]:
-    """Return pairs (carrier, other) of stages of which the first has to run before.
+    """Return pairs (carrier, other) of stages, the first of which has to run before.
 
     Args:
         values: The producer of each value, and its consumers.

@@ -81,7 +81,7 @@ class Costs:
         num_bytes: int = 0,
         saved_bytes: int = 0,
     ) -> "Costs":
-        """Return those of equal stages, of which each uses the one before.
+        """Return the costs of equal stages, each of which uses the one before.
 
         Args:
             num_stages: Number of stages.
@@ -118,7 +118,7 @@ def stage_seconds(
 
 
 def chain_flows(num_stages: int, num_bytes: int = 0) -> tuple[Flow, ...]:
-    """Return the flows of stages of which each uses the one before."""
+    """Return the flows of stages each of which uses the one before."""
     return edge_flows(chain_of(num_stages), num_bytes)
 
 

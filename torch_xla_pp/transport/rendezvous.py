@@ -10,7 +10,7 @@ Everything is told to all ranks: along the tree of `Sockets`, each rank passing 
 it hears. So nobody asks, and a rank that waits is woken by what it waits for or by
 what keeps it from coming. A rank whose connection ends without a farewell is *lost*:
 that is a failure of all, now and in every later generation. One that has *left* is a
-failure only for those that need something of it.
+failure only for those that need something from it.
 
 Not for large or frequent data: all ranks get it.
 """
@@ -263,7 +263,7 @@ class Rendezvous:
             other.pass_on(report)
 
     def pass_on(self, report: str) -> None:
-        """Tell this group of a failure that another group was told of."""
+        """Report to this group a failure in another group."""
         generation = self.generation
         if report == self._last or generation in self._told:
             return

@@ -169,7 +169,7 @@ class StageTransport(Protocol):
 
     @property
     def in_program(self) -> ProgramOps | None:
-        """Return what programs send and receive with themselves, None if nothing."""
+        """Return the ops by which programs send and receive, None if they do not."""
 
     def expect(self, message: Message, peer: int) -> None:
         """Prepare for messages such as `message` from group rank `peer`.

@@ -16,7 +16,7 @@ from torch_xla_pp.transport.inbox import Ticket
 from torch_xla_pp.transport.process_group import XlaPpProcessGroup
 
 MOST_STEPS = 2
-"""Steps of one rank that another one, which takes values of it, has not done."""
+"""How many steps a rank may be ahead of another that takes its values."""
 
 
 class StepsAhead:
