@@ -31,8 +31,8 @@ def set_defaults() -> None:
 
     XLA's partitioner prints one notice of its future removal per compiled program;
     errors are still printed. With `TORCH_XLA_PP_DUMP_DIR` XLA writes its programs, too.
-    What memory programs need, torch_xla tells nowhere but in its analyses: they go to a
-    file without a name. What CPU devices need besides is set by `cpu.prepare_client`.
+    torch_xla tells what memory programs need in its analyses alone: they go to a file
+    without a name. What CPU devices need besides is set by `cpu.prepare_client`.
     """
     _keep_analyses()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

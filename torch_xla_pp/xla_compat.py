@@ -413,7 +413,7 @@ def run_graph(graph_hash: GraphHash, parameters: Sequence[Tensor]) -> list[Tenso
 
     The call waits for the launch of the program before, which lasts as long as that
     program where XLA takes it for cheap, and keeps the interpreter's lock meanwhile. So
-    that other threads of Python go on, that wait is done before, without the lock: by
+    that other threads of Python go on, the wait is done before, without the lock, by
     asking for values that are there.
     """
     _in_flight().add_one()

@@ -5,7 +5,7 @@ wrote to it. Views need no record of their own: an operation knows the part of a
 storage that it reads or writes by shape, strides and offset.
 
 Law: a recorded value depends on the operations that it needs and, where these are
-random, on the seed of their time and on the name of a tensor: not on what else is
+random, on the seed at that time and on the name of a tensor: not on what else is
 computed, nor when or where.
 """
 
@@ -93,8 +93,8 @@ class Operation:
         results: For each leaf of the result a view if its storage is a new one.
         records: The storages that it reads or writes.
         number: Larger than those of all earlier operations on the same storages.
-        default_dtype: The default dtype of its time.
-        seed: The seed of its time, None if it is not random.
+        default_dtype: The default dtype when it was called.
+        seed: The seed when it was called, None if it is not random.
         owner: Whose random numbers it draws: name of a tensor and how many random
             operations of that name came before.
     """

@@ -54,8 +54,8 @@ def _end_with_parent() -> None:
     """Let the system kill this process when its parent ends.
 
     The end of the connection is only seen between tasks; a worker that hangs in a
-    collective, perhaps with the GIL, would stay for ever. The server from which it is
-    forked ends when nobody holds a certain pipe any more, so a worker must not hold it.
+    collective, perhaps holding the GIL, would stay for ever. The server from which it
+    is forked ends when nobody holds a certain pipe any more, so a worker must not.
     """
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     if sys.platform == "linux":

@@ -3,7 +3,7 @@
 All transports keep one protocol; `transport.table` lists them. `in_graph` sends from
 inside the XLA programs, `host` copies through the host program. In both a device's
 shard goes to the paired device of the peer's world where a value is sharded alike on
-the two, and else in the pieces that `mesh.reshard` plans.
+the two, and otherwise in the pieces that `mesh.reshard` plans.
 """
 
 import hashlib

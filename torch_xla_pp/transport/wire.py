@@ -3,7 +3,7 @@
 Terms: a *message* is a header and *parts*, each sent straight from the buffer that
 holds it. A *key* is any tuple of texts and numbers; messages match by (generation,
 source, key) and, among equals, by order. User tags, stage messages and collectives have
-keys of different first words.
+keys that begin with different words.
 
 Law: whatever was sent is taken by the receiver's process at once, whether or not the
 program there asks for it yet. Hence a send never waits for the peer's program.

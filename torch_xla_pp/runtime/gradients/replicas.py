@@ -5,9 +5,9 @@ stages are a process group, in which r is the rank. Once a step the gradients of
 are averaged over that group, as `DistributedDataParallel` does. Parameters must begin
 equal, and stay so under equal optimizers. Buffers belong to each replica alone.
 
-A *bucket* is all gradients of one dtype whose parts are on the devices of a rank alike,
-put one after another on each device. It is cut into one *chunk* for each replica, which
-averages that chunk for all: a reduce-scatter, then an all-gather. With R replicas a
+A *bucket* is all gradients of one dtype that are sharded alike over a rank's devices,
+concatenated on each device. It is cut into one *chunk* for each replica, which averages
+that chunk for all: a reduce-scatter, then an all-gather. With R replicas a
 rank sends 2 (R-1)/R of its bytes, each device's part to the same device.
 
 Laws:
