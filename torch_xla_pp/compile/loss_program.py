@@ -1,4 +1,4 @@
-"""The loss of a microbatch and its gradient for the stage's outputs, as one program."""
+"""One program for a microbatch's loss and its gradient with respect to the outputs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,6 +1,6 @@
 """How the values that one stage makes reach the stages that use them.
 
-Which stage sends a value to which is the law of `schedule.givers_of`.
+Which stage a consumer gets a value from is the law of `schedule.givers_of`.
 """
 
 from collections.abc import Mapping, Sequence

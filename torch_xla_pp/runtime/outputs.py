@@ -189,7 +189,7 @@ class StageOutputs:
     def _differentiated(
         self, loss: Tensor, leaves: Sequence[Tensor], specs: Sequence[TensorSpec]
     ) -> dict[str, Tensor]:
-        """Compute the outputs' gradients of a loss that could not be compiled."""
+        """Return a loss's gradients with respect to outputs, if it was not compiled."""
         wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
         grads = torch.autograd.grad(
             loss, [leaves[i] for i in wanted], allow_unused=True

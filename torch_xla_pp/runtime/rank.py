@@ -155,7 +155,7 @@ class RankPipeline:
 
     @classmethod
     def of(cls, schedule: TorchSchedule) -> "RankPipeline":
-        """Return the one of a schedule, made at the first call."""
+        """Return the rank pipeline of a schedule, made at the first call."""
         found: RankPipeline = rank_of(schedule, cls)
         return found
 
