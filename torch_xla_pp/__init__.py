@@ -93,7 +93,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the part of the package that a name is of, when it is first used."""
+    """Import the module that defines a name, when the name is first used."""
     if name in _ROOMS:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME_OF:

@@ -11,7 +11,7 @@ _logger = logging.getLogger(__name__)
 def dump(name: str, text: Callable[[], str]) -> None:
     """Write a text into this rank's folder of `TORCH_XLA_PP_DUMP_DIR`, if that is set.
 
-    Only then the text is made. One of the same name is replaced. A run goes on if it
+    The text is made only then, and replaces one of the same name. A run goes on if it
     cannot be written.
     """
     folder = env.dump_dir()

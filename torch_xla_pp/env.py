@@ -31,8 +31,8 @@ def set_defaults() -> None:
 
     XLA's partitioner prints one notice of its future removal per compiled program;
     errors are still printed. With `TORCH_XLA_PP_DUMP_DIR` XLA writes its programs, too.
-    What memory programs need, torch_xla tells nowhere but in its analyses: they go to a
-    file without a name. What CPU devices need besides is set by `cpu.prepare_client`.
+    torch_xla tells what memory programs need in its analyses alone: they go to a file
+    without a name. What CPU devices need besides is set by `cpu.prepare_client`.
     """
     _keep_analyses()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -42,7 +42,7 @@ def set_defaults() -> None:
 
 
 def add_xla_flag(name: str, value: str) -> bool:
-    """Add a flag for XLA's next client, unless the user names it.
+    """Add a flag for XLA's next client, unless the user sets it.
 
     Returns:
         Whether it was added.
@@ -55,7 +55,7 @@ def add_xla_flag(name: str, value: str) -> bool:
 
 
 def enlarge_pool(num_threads: int) -> int:
-    """Let the client that torch_xla makes next have a pool of so many threads.
+    """Let the client that torch_xla makes next have a pool of enough threads.
 
     Sets `PJRT_NPROC`, which it takes the size from: each of its two pools, one for
     programs and one for what a program does in parallel, has as many threads.
@@ -74,7 +74,7 @@ def enlarge_pool(num_threads: int) -> int:
 
 
 def pool_size() -> int:
-    """Return how many threads a client gets that is made now."""
+    """Return how many threads a client made now gets."""
     for name in ("PJRT_NPROC", "NPROC"):
         with contextlib.suppress(KeyError, ValueError):
             return int(os.environ[name])
@@ -87,7 +87,7 @@ def device_kind() -> str:
 
 
 def num_cpu_devices() -> int:
-    """Return how many devices a client for CPU gets that is made now."""
+    """Return how many devices a CPU client made now gets."""
     with contextlib.suppress(KeyError, ValueError):
         return int(os.environ["CPU_NUM_DEVICES"])
     return 1
@@ -144,7 +144,7 @@ def transport(names: Collection[str]) -> str | None:
         names: Those that there are.
 
     Raises:
-        ValueError: The variable holds the name of none.
+        ValueError: The variable names none of them.
     """
     return _choice("TORCH_XLA_PP_TRANSPORT", tuple(names))
 

@@ -7,15 +7,15 @@ is wrong, what was expected, what was found, and what to do.
 
 
 class PipelineError(RuntimeError):
-    """Report a fault of a pipeline; base class of all errors below."""
+    """A fault of a pipeline; base class of all errors below."""
 
 
 class PlanError(PipelineError):
-    """Report that the ranks of a job do not agree on one pipeline."""
+    """A disagreement of the ranks of a job on their pipeline."""
 
 
 class ScheduleError(PipelineError):
-    """Report a schedule that cannot run.
+    """A schedule that cannot run.
 
     Args:
         text: All faults, and the table of actions by step and rank.
@@ -39,16 +39,16 @@ class ScheduleError(PipelineError):
 
 
 class StageShapeError(PipelineError):
-    """Report values that do not fit the stage which consumes them."""
+    """Values that do not fit the stage which consumes them."""
 
 
 class TransportError(PipelineError):
-    """Report that a message between two ranks was lost or malformed."""
+    """A message between two ranks that was lost or malformed."""
 
 
 class TransportTimeout(TransportError):
-    """Report that a message did not arrive within the time limit."""
+    """A message that did not arrive within the time limit."""
 
 
 class CheckpointError(PipelineError):
-    """Report a checkpoint that cannot be written, or is not what is asked for."""
+    """A checkpoint that cannot be written, or is not what is asked for."""

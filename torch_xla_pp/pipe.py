@@ -60,7 +60,7 @@ from torch_xla_pp.torch_pipe import Pipe as _TracedPipe
 
 
 class Pipe(_TracedPipe):
-    """Hold a model that was traced and split into stages.
+    """A model that was traced and split into stages.
 
     As `torch.distributed.pipelining.Pipe`, but its stages run on XLA devices. Made
     by `pipeline`. The first stage's module takes what the model takes and the last
@@ -176,7 +176,7 @@ class Pipe(_TracedPipe):
             traced=TracedModel(shapes=shapes, baked=self._baked),
         )
         if expected is not None:
-            self._lay_out(stage)
+            self._note_shardings(stage)
         return stage
 
     def _without_activations(self, rules: AxisRules) -> AxisRules:
@@ -189,7 +189,7 @@ class Pipe(_TracedPipe):
             )
         return replace(rules, activations={})
 
-    def _lay_out(self, stage: PipelineStage) -> None:
+    def _note_shardings(self, stage: PipelineStage) -> None:
         """Write into the stage graph how the devices of this rank hold each value."""
         first = self.stage_graph.stages[0].inputs
         rows = next((value.shape[0] for value in first if value.shape), 1)
@@ -272,7 +272,7 @@ def _stage_modules(pipe: Pipe) -> list[fx.GraphModule]:
 
 
 def _add_mode(pipe: Pipe, other: Pipe, names: Collection[str], training: bool) -> None:
-    """Let the stages of a pipe be those of another in another mode."""
+    """Give the stages of a pipe those of another pipe as another mode."""
     if _interface(pipe) != _interface(other):
         raise PlanError("in this mode other values go between the stages")
     for stage, added in zip(_stage_modules(pipe), _stage_modules(other), strict=True):

@@ -29,7 +29,7 @@ AXIS = "stage"
 
 
 class SpmdPipeline(nn.Module):
-    """Apply equal layers one after the other, on devices side by side.
+    """Equal layers, applied one after the other on devices side by side.
 
     See `spmd_pipeline`.
 
@@ -102,7 +102,7 @@ class SpmdPipeline(nn.Module):
                 f"spmd_pipeline: expected a batch that {count} microbatches divide, "
                 f"got {x.shape[0]} rows. Pass another batch or num_microbatches."
             )
-        # Rows that lie on one device stay there if each microbatch has some of them.
+        # Rows on one device stay there if each microbatch has some of them.
         microbatches = x.reshape(-1, count, *x.shape[1:]).transpose(0, 1)
         # Every stage has the batch; the first one takes from it.
         entries = microbatches.unsqueeze(1).expand(-1, self.num_stages, *[-1] * x.dim())
@@ -128,7 +128,7 @@ class SpmdPipeline(nn.Module):
         return torch.where(is_last, results, 0).sum(1).transpose(0, 1).flatten(0, 1)
 
     def _split(self, value: Tensor, num_leading: int = 0) -> Tensor:
-        """Lay out a buffer, `(S, B, …)` behind so many dimensions that are whole."""
+        """Shard a buffer, `(S, B, …)` after `num_leading` dimensions that are whole."""
         axes = self._axes or (None,) * (value.dim() - 1 - num_leading)
         return shard(value, *[None] * num_leading, AXIS, *axes)
 
@@ -258,7 +258,7 @@ def _shapes(layer: nn.Module) -> dict[str, str]:
 
 
 class _Shift(torch.autograd.Function):
-    """Hand each stage's part to the next one, the last one's to the first.
+    """A shift of each stage's part to the next one, the last one's to the first.
 
     XLA makes one permutation between devices of such a `cat`; of torch_xla's `roll` it
     makes a gather, and of the derivative of `cat` three permutations.
@@ -278,5 +278,5 @@ def _shift(state: Tensor) -> Tensor:
 
 
 def _column(mask: Tensor, num_dims: int) -> Tensor:
-    """Make a mask over stages broadcast over values of so many dimensions."""
+    """Make a mask over stages broadcast over values of `num_dims` dimensions."""
     return mask.reshape(-1, *[1] * (num_dims - 1))

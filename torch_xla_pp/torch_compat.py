@@ -137,7 +137,7 @@ def _guarded(
 def take_value(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Give a parameter the value of another device or dtype; it stays the same object.
 
-    Who holds it, such as an optimizer, needs not be told. Assigning `data` is refused
+    Whoever holds it (an optimizer, say) need not be told. Assigning `data` is refused
     between kinds of devices, and `torch.utils.swap_tensors` where there are weak
     references, which tracing leaves. Its `grad` is None afterwards.
     """
@@ -234,7 +234,7 @@ def drop_outputs(schedule: TorchSchedule) -> None:
 def merge_outputs_as(
     schedule: TorchSchedule, template: Template, shapes: Sequence[tuple[int, ...]]
 ) -> None:
-    """Let `schedule` concatenate the tensors of outputs and keep what is none.
+    """Let `schedule` concatenate the tensors of outputs and keep all other values.
 
     Scalars, such as losses, become a vector of one per microbatch. Without being told,
     a schedule concatenates everything, and fails for scalars, numbers and None.
@@ -327,7 +327,7 @@ def loss_of(schedule: TorchSchedule, stage: Any, index: int) -> Any:
 
 
 def end_microbatches(schedule: ScheduleMulti, losses: list[Any] | None) -> None:
-    """Hand the losses of a step over to the caller's list."""
+    """Put the losses of a step into the caller's list."""
     schedule._update_losses(schedule._stages, losses)  # type: ignore[no-untyped-call]
 
 
@@ -390,13 +390,13 @@ class SilentStage(_PipelineStageBase):
         return []
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Do nothing: stages of one rank hand values over by themselves."""
+        """Do nothing: stages of one rank exchange values by themselves."""
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Any, ...]:
-        """Return nothing: stages of one rank hand gradients over by themselves."""
+        """Return nothing: stages of one rank exchange gradients by themselves."""
         return ()
 
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[Any, ...], mb_index: int
     ) -> None:
-        """Do nothing: stages of one rank hand gradients over by themselves."""
+        """Do nothing: stages of one rank exchange gradients by themselves."""

@@ -74,10 +74,10 @@ class World:
     def stacked(
         self, layout: OpShardingArgs, num_dims: int
     ) -> xla_compat.OpSharding | None:
-        """Return how values lie, one for each group of rows, in a new dimension 0.
+        """Return the sharding of values, one per group of rows, in a new dimension 0.
 
         Args:
-            layout: How each of them lies.
+            layout: The sharding of each of them.
             num_dims: Its dimensions.
 
         Returns:
@@ -112,7 +112,7 @@ class World:
         return self._shard_layouts[spec]
 
     def pin(self, tensor: Tensor, partition: Partition) -> Tensor:
-        """Return `tensor` on the device, pending or not, laid out as `partition`.
+        """Return `tensor` on the device, pending or not, sharded as `partition`.
 
         Values on the host are uploaded shard by shard.
         """
@@ -132,7 +132,7 @@ class World:
         return value
 
     def place(self, tensor: Tensor, partition: Partition) -> Tensor:
-        """Return `tensor` as device data, laid out as `partition`."""
+        """Return `tensor` as device data, sharded as `partition`."""
         value = self.pin(tensor, partition)
         xla_compat.materialize([value])
         return value
@@ -155,7 +155,7 @@ class World:
         return xla_compat.from_local_shards(shards, sharding, value.shape)
 
     def zeros(self, spec: TensorSpec) -> Tensor:
-        """Return zeros on the device, laid out as `spec` says; made once."""
+        """Return zeros on the device, sharded as `spec` says; made once."""
         if spec not in self._zeros:
             value = torch.zeros(spec.shape, dtype=spec.dtype)
             self._zeros[spec] = self.place(value, spec.partition)

@@ -109,7 +109,7 @@ def forget_sharding(tensor: Tensor) -> None:
 
 
 def constrain(value: Tensor, sharding: OpSharding) -> Tensor:
-    """Return a pending copy of `value` that is laid out as `sharding`.
+    """Return a pending copy of `value` that is sharded as `sharding`.
 
     Values on the device are moved by the program that the copy is computed in; they
     and their own sharding stay.
@@ -204,7 +204,7 @@ class _InFlight:
 
 @functools.cache
 def _in_flight() -> _InFlight:
-    """Return the process's own."""
+    """Return the one of this process."""
     return _InFlight()
 
 
@@ -343,7 +343,7 @@ def graph_parameters(outputs: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
 
 
 class CompiledGraph(NamedTuple):
-    """Say what is known of a compiled graph.
+    """A compiled graph, and what is known of it.
 
     Attributes:
         hash: By which it is run.
@@ -375,7 +375,7 @@ def compile_graph(outputs: Sequence[Tensor]) -> CompiledGraph:
 def _texts() -> dict[GraphHash, str]:
     """Return the HLO of each graph that was dumped.
 
-    One of the process, as are torch_xla's programs: it compiles equal graphs once.
+    One for the process, like torch_xla's programs: it compiles equal graphs once.
     """
     return {}
 
@@ -443,7 +443,7 @@ def run_graph(graph_hash: GraphHash, parameters: Sequence[Tensor]) -> list[Tenso
 
     The call waits for the launch of the program before, which lasts as long as that
     program where XLA takes it for cheap, and keeps the interpreter's lock meanwhile. So
-    that other threads of Python go on, that wait is done before, without the lock: by
+    that other threads of Python go on, the wait is done before, without the lock, by
     asking for values that are there.
     """
     _in_flight().add_one()
@@ -526,7 +526,7 @@ def library_path() -> Path:
 def to_shards(value: Tensor, sharding: OpSharding) -> Tensor:
     """Enter the part of a graph that is written for one device.
 
-    The value is laid out as `sharding` first.
+    The value is sharded as `sharding` first.
     """
     value = value.clone()
     _XLAC._xla_mark_sharding(value, sharding)
@@ -549,7 +549,7 @@ def flatten_shards(values: Sequence[Tensor], shardings: Sequence[OpSharding]) ->
 
     Args:
         values: Values of one dtype.
-        shardings: How they lie first.
+        shardings: How they are sharded first.
 
     Returns:
         Each device's parts of the values, of one dimension.
@@ -561,7 +561,7 @@ def flatten_shards(values: Sequence[Tensor], shardings: Sequence[OpSharding]) ->
 def split_shards(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Cut what `flatten_shards` gave into parts of some shapes, within `to_shards`.
 
-    What is left over is dropped; where something lacks, the beginning is repeated.
+    What is left over is dropped; where something is missing, the beginning is repeated.
     """
     sizes = [math.prod(shape) for shape in shapes]
     missing = sum(sizes) - flat.numel()
@@ -605,7 +605,7 @@ def custom_call(
 
 
 def manual(value: Tensor) -> Tensor:
-    """Say that `value` belongs to the part of a graph that is for one device."""
+    """Mark `value` as part of a graph that is written for one device."""
     _XLAC._xla_mark_sharding(value, _XLAC.OpSharding([], [], [], _MANUAL))
     return value
 

@@ -4,10 +4,10 @@ A program receives first and sends last. A *border* lists the values of one mess
 *route* tells at run time which message it is and where to (see `ProgramOps`).
 The *token* keeps the ops: a program with borders returns one token for all.
 
-Values are kept by name, as in all of `compile`: received ones are as good as inputs,
-and sent ones are whatever the function computes, or what is passed in or received and
-only goes through. Neither need be inputs or outputs of the program: a value that is
-only sent never becomes a buffer of its own.
+Values are kept by name, as in all of `compile`. Received values are used like inputs;
+sent values are those that the function computes, takes or receives. Neither need be
+inputs or outputs of the program: a value that is only sent never becomes a buffer of
+its own.
 """
 
 from collections.abc import Iterable, Mapping
@@ -38,7 +38,7 @@ class Border(NamedTuple):
     ops: ProgramOps
 
     def renamed(self, names: Mapping[str, str | None]) -> "Border":
-        """Return it with the names that a function has for its values."""
+        """Return the border with a function's own names for its values."""
         return self._replace(names=tuple(n and names.get(n) for n in self.names))
 
 
@@ -47,7 +47,7 @@ def receive(border: Border, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Args:
         border: What to receive.
-        values: What the program has so far, among it the route.
+        values: What the program has so far, including the route.
 
     Returns:
         The values that have a name, and a token.

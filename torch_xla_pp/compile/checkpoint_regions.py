@@ -1,7 +1,8 @@
 """Functions under `torch.utils.checkpoint.checkpoint`, marked on the nodes of a trace.
 
-They are traced as all others. A *region* is all that one outermost call of `checkpoint`
-runs. This is the only file that uses the insides of `torch.utils.checkpoint`.
+They are traced like all others. A *region* is all that one outermost call of
+`checkpoint` runs. This is the only file that uses the insides of
+`torch.utils.checkpoint`.
 
 Differences to eager: a region under `use_reentrant=True` has gradients even if none of
 its arguments has; buffers are not updated a second time in the backward; and of
@@ -41,7 +42,7 @@ def marking_checkpoints() -> Iterator[None]:
     function into a `TagActivationCheckpoint`.
 
     Raises:
-        PipelineError: A trace comes to a `checkpoint` whose `context_fn` is not
+        PipelineError: A trace meets a `checkpoint` whose `context_fn` is not
             supported.
     """
     count = itertools.count()

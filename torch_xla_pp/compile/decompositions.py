@@ -2,7 +2,7 @@
 
 torch_xla 2.9 computes some operations wrongly and others not at all. Two tables say
 what stands in for them; `docs/operators.md` has what was tried. An entry can go when
-torch_xla has been mended, which `test/ops` shows.
+torch_xla has been fixed, which `test/ops` shows.
 
 * `DECOMPOSITIONS` replaces operations of the joint graph, those of gradients included.
 * `IN_AUTOGRAD` replaces operations before their gradient is taken, for those whose
@@ -146,7 +146,7 @@ def _fmin(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _hypot(left: Tensor, right: Tensor) -> Tensor:
-    """Return the length of the hypotenuse; squares are of numbers up to 1."""
+    """Return the length of the hypotenuse; only numbers up to 1 are squared."""
     left, right = left.abs(), right.abs()
     longer, shorter = torch.maximum(left, right), torch.minimum(left, right)
     ratio = torch.where(longer > 0, shorter / longer, 0.0)
@@ -275,7 +275,7 @@ def _hinged(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_torch(reason: str, operations: Iterable[Any]) -> dict[Any, Decomposition]:
-    """Take PyTorch's decompositions."""
+    """Return PyTorch's decompositions of operations."""
     found = get_decompositions(list(operations))
     return {op: Decomposition(function, reason) for op, function in found.items()}
 

@@ -1,4 +1,4 @@
-"""What a stage costs on each device: memory, collectives, and what crosses its ends."""
+"""What a stage costs on each device: memory, collectives, and messages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ _HINT = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramCost:
-    """State what a compiled program does, and exchanges between a rank's devices.
+    """The work of a compiled program, and its exchanges between a rank's devices.
 
     The *arithmetic intensity* of an exchange is the work that there is for each of its
     bytes. Where it is below a device's FLOP/s by the bytes/s of the link, the exchange
@@ -49,20 +49,20 @@ def per_byte(flops: int, num_bytes: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """State what a stage costs on each device of its rank.
+    """The costs of a stage on each device of its rank.
 
     Args:
         stage: Index of the stage.
         num_parameters: Parameters of the whole stage.
-        parameter_bytes: Bytes of those and of buffers, on one device.
+        parameter_bytes: Bytes of parameters and buffers, on one device.
         received_bytes: Bytes that one device receives for a microbatch's forward.
         sent_bytes: Bytes of the outputs of a microbatch, on one device; those of the
             last stage go to the loss.
         programs: The programs that have run so far.
         reduced_per_microbatch: Parameter → why its gradient is reduced in every
             microbatch and not once a step.
-        moves: What is laid out anew on its way from or to another rank, whose devices
-            hold it in another way.
+        moves: Values that are resharded on the way from or to another rank, whose
+            devices hold them in another way.
     """
 
     stage: int

@@ -84,7 +84,7 @@ class _Captures(TorchFunctionMode):
         inputs: Pairs of a tensor from elsewhere and the input that stands for it.
 
     Attributes:
-        found: Such tensors that no input stands for.
+        found: Tensors from elsewhere that no input stands for.
     """
 
     def __init__(self, inputs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -188,7 +188,7 @@ def _check_constants(output: Template) -> None:
 
 
 def _call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call a module; one that was traced hands on the marks of its nodes."""
+    """Call a module; the marks of a traced one's nodes are kept."""
     if not isinstance(module, fx.GraphModule):
         return module(*args, **kwargs)
     if not any(REGION in n.meta or _LINE in n.meta for n in module.graph.nodes):
@@ -280,7 +280,7 @@ def _export(module: nn.Module, args: list[Tensor]) -> Any:
 
 
 def _note_operation(error: Exception) -> None:
-    """Note on an error in which operation it was raised, if in any."""
+    """Note on an error the operation in which it was raised, if any."""
     found = None
     for frame, _ in walk_tb(error.__traceback__):
         value = frame.f_locals.get("func")
@@ -290,16 +290,16 @@ def _note_operation(error: Exception) -> None:
 
 
 def _as_if_compiling() -> contextlib.AbstractContextManager[None]:
-    """Let `torch.compiler.is_compiling` say yes.
+    """Let `torch.compiler.is_compiling` return True.
 
-    So modules do not choose by values, and `shard` is an operator. Upstream sets the
+    So modules do not branch on values, and `shard` is an operator. Upstream sets the
     flag in torch.compile and torch.export, not where AOTAutograd is called by itself.
     """
     return replaced(torch.compiler, "_is_compiling_flag", True)
 
 
 def _views_on_metadata() -> contextlib.AbstractContextManager[None]:
-    """Let views in place change nothing but the shape of functionalization's wrapper.
+    """Let in-place views change nothing but the shape of functionalization's wrapper.
 
     It repeats an operation such as `as_strided_` on its wrapper of a value, for which
     torch_xla's kernels have no XLA tensor, see docs/upstreaming.md.
@@ -370,7 +370,7 @@ def _read(
 
 
 def _read_lines(joint: JointGraph) -> None:
-    """Give a node of the backward the line of the operation whose gradient it is of."""
+    """Give a node of the backward the line of the operation that it differentiates."""
     line_of: dict[int, str | None] = {}
     for node in joint.graph.graph.nodes:
         number, line = node.meta.get("seq_nr"), node.meta.get(_LINE)

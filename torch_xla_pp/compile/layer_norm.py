@@ -21,7 +21,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    """Do as `torch.layer_norm` does; statistics are of float32 at least."""
+    """Compute `torch.layer_norm`; statistics are at least float32."""
     dims = tuple(range(-len(normalized_shape), 0))
     return _LayerNorm.apply(x, weight, bias, dims, eps)[0]  # type: ignore[no-any-return, no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""Which line of a model an operation is from.
+"""The line of a model that an operation comes from.
 
 A trace notes the line on its nodes; messages about an operation then name it.
 """
@@ -19,7 +19,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 def running_line(outermost: CodeType) -> str | None:
     """Return the innermost line of the model that runs, as tracebacks show it.
 
-    If all that runs is of torch, it is the innermost module's.
+    If only code of torch runs, it is the innermost module's.
 
     Args:
         outermost: The code that called the model.

@@ -1,4 +1,4 @@
-"""The loss of a microbatch and its gradient by the stage's outputs, as one program."""
+"""One program for a microbatch's loss and its gradient with respect to the outputs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -41,7 +41,7 @@ class _LossModule(nn.Module):
 class LossProgram:
     """One program for a loss, and for its gradient scaled by a factor.
 
-    The function is traced at the first call. Tensors that it captures are read anew
+    The function is traced at the first call. Tensors that it captures are read again
     when they were written to; all else that it reads from outside is built in.
 
     Args:
@@ -50,10 +50,10 @@ class LossProgram:
         inputs: Examples of the outputs' tensors and of the target; only metadata
             counts.
         shardings: Sharding of each of them; gradients get the same.
-        rules: What operations are run by, see `compile.lowering`.
+        rules: How operations are run, see `compile.lowering`.
 
     Raises:
-        PipelineError: The loss is no scalar, or has parameters of its own to train.
+        PipelineError: The loss is not a scalar, or has parameters of its own to train.
         Exception: The function cannot be traced.
 
     Attributes:

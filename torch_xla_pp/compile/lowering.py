@@ -1,8 +1,8 @@
 """A function's graph, run on pending values by rules.
 
-The result is what XLA compiles. An operation is run by the first *rule* that has
-something to say of it, or else as torch_xla runs it. An error names the operation and
-the line of the model that it is of.
+The result is what XLA compiles. An operation is run by the first *rule* that
+applies to it, or else as torch_xla runs it. An error names the operation and
+the line of the model that it comes from.
 
 Some operations have no implementation for XLA: torch_xla then computes what is pending,
 runs them on the host, and goes on with their results as if these were constants. In a
@@ -44,7 +44,7 @@ class LoweringRule(Protocol):
         Args:
             node: The operation.
             values: What has run so far.
-            notes: What rules leave there of an operation, for later ones of the run.
+            notes: What rules note about an operation, for later ones of the run.
 
         Returns:
             The result, None to leave the operation to others.
@@ -57,7 +57,7 @@ class Lowering(fx.Interpreter):
     Args:
         module: The graph.
         name: What it is, for messages.
-        rules: What operations are run by, the first one first.
+        rules: How operations are run; the first rule that applies counts.
 
     Raises:
         PipelineError: An operation fails, or would run on the host.

@@ -169,7 +169,7 @@ def bucket_name(kind: BucketKind, bucket: int, replica: int) -> str:
 
 
 def captured_scalar(slot: int) -> str:
-    """Return the name of a parameter of a program that is no argument of a call."""
+    """Return the name of a parameter of a program that is not an argument of a call."""
     return f"captured:{slot}"
 
 

@@ -1,6 +1,6 @@
 """The operations that only show a value in another form, in one table.
 
-They compute nothing, so every pass over a stage's graph has something to say of them:
+They compute nothing, so every pass over a stage's graph has to treat them:
 what is worth saving (`partition`), where the batch is (`group_sums.batch_dims`), how
 sums of parts go through them (`group_sums.part_rules`), which factors of a product they
 hide (`product_rules`). An operation that is added here is known to all of these.

@@ -121,7 +121,7 @@ def partition_joint(joint: JointGraph, remat: Remat = "none") -> StageFunctions:
 
 
 def check_remat(remat: Remat) -> None:
-    """Refuse what is no policy.
+    """Refuse what is not a policy.
 
     Raises:
         ValueError: `remat` is neither a known word nor a collection of op overloads.

@@ -1,7 +1,7 @@
 """Rules for `shard` and for products of matrices, see `lowering`.
 
 `Constraints` is for ranks that split values over their devices, as axis rules say.
-Besides `shard`, products of matrices are done in another way than torch_xla does them.
+Besides `shard`, products of matrices are computed in another way than by torch_xla.
 PyTorch merges dimensions before a product: batch and heads in attention, batch and
 sequence in a linear layer. If the second of them is split over devices, the merged
 dimension is split in a way that XLA has no sharding for, and every device gathers all

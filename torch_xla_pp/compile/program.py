@@ -7,8 +7,8 @@ exception when broken:
 
 * Arguments are mapped to program parameters by the handle of their buffers. Mapping
   by tensor id, as torch_xla's dynamo bridge does, loses arguments under SPMD.
-* A parameter that is no argument would be a constant frozen at its first value: it is
-  refused, unless it is a scalar or the random seed.
+* A parameter that is not an argument would be a constant frozen at its first value: it
+  is refused, unless it is a scalar or the random seed.
 * The sharding of an argument must be the one that the program was compiled for.
 * The sharding of an output is pinned where the caller relies on it.
 """
@@ -82,7 +82,7 @@ class Program:
         self._hash: xla_compat.GraphHash | None = None
         self.hlo: str | None = None
         self.extra_bytes = 0
-        # Which input each parameter of the program is, and those that are none.
+        # Which input each parameter of the program is, and those that are not inputs.
         self._names: list[str] = []
         self._captured: dict[str, Tensor] = {}
         self._has_seed = False
@@ -191,7 +191,7 @@ class Program:
         return notes.end_op(values[MARK], done)
 
     def _run(self, values: Mapping[str, Tensor]) -> Sequence[Tensor]:
-        """Run the function, with its inputs sharded as where they are used."""
+        """Run the function, with its inputs sharded as it uses them."""
         function = self.spec.function
         inputs = {name: values[name] for name in function.inputs}
         module, name = function.module, function.name
@@ -264,9 +264,9 @@ def _shardings(tensors: Sequence[Tensor]) -> list[str]:
 
 
 def _computed(results: Sequence[Tensor]) -> list[Tensor]:
-    """Return results as what a program computes; some may be its operands as they are.
+    """Return results as computed values; some may be the program's operands.
 
-    A program that computes nothing is none for torch_xla.
+    torch_xla has no program that computes nothing.
     """
     pending = xla_compat.are_pending(results)
     return [

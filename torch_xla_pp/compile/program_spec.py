@@ -1,4 +1,4 @@
-"""What a program takes, does and returns, told before anything is traced.
+"""What a program takes, does and returns, known before anything is traced.
 
 All of it follows from names, so it is plain data: a `Program` only adds the tracing.
 """
@@ -30,7 +30,7 @@ class ProgramSpec:
         parts: Name of an input → names of inputs that it is the sum of.
         wanted: Names to return, of outputs, received values and sums; None for the
             function's outputs.
-        rules: What the function's operations are run by, see `compile.lowering`.
+        rules: How the function's operations are run, see `compile.lowering`.
         used: Name of an input → its sharding where it is used, if not as it is kept.
         is_marked: Whether it notes when it begins and ends, of the action that a
             `MARK` among its inputs names.

@@ -1,4 +1,4 @@
-"""What operations of a rank's programs are run by, as its devices ask for it."""
+"""The rules by which a rank's programs run operations, chosen by its devices."""
 
 from torch_xla_pp import cpu
 from torch_xla_pp.compile.lowering import LoweringRule
@@ -7,16 +7,16 @@ from torch_xla_pp.world import World
 
 
 def is_constrained(world: World) -> bool:
-    """Return whether axis rules have a say while programs run.
+    """Return whether axis rules matter while programs run.
 
-    They have none on one device that multiplies with PyTorch's library: it has all of
+    They do not on one device that multiplies with PyTorch's library: it has all of
     every value.
     """
     return world.rules is not None and cpu.library_product() is None
 
 
 def rules_of(world: World) -> tuple[LoweringRule, ...]:
-    """Return what operations of a rank's programs are run by."""
+    """Return the rules by which a rank's programs run operations."""
     multiply = cpu.library_product()
     if multiply is not None:
         return (LibraryProducts(multiply=multiply),)

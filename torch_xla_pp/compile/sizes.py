@@ -9,7 +9,7 @@ from torch_xla_pp.hlo import parse_sharding
 
 
 def device_bytes(tensors: list[Tensor]) -> list[int]:
-    """Return how many bytes of each tensor lie on one device."""
+    """Return how many bytes each tensor takes on one device."""
     found = []
     for tensor, text in zip(tensors, xla_compat.sharding_texts(tensors), strict=True):
         shape = parse_sharding(text).shard_shape(tensor.shape) if text else tensor.shape

@@ -138,7 +138,7 @@ class StageCompiler(Generic[LinksT]):
         return list({id(x): x for x in self._compiled.values()}.values())
 
     def compile(self, mode: Mode, told: Told | None) -> CompiledStage[LinksT]:
-        """Return the programs for a mode, in which the module is now; traced when new.
+        """Return the programs for the module's present mode; traced when new.
 
         Args:
             mode: The mode.

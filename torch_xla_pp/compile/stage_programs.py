@@ -28,7 +28,7 @@ Values = dict[str, Tensor]
 
 
 class Forwarded(NamedTuple):
-    """What the forward of one microbatch gives.
+    """The results of the forward of one microbatch.
 
     Attributes:
         outputs: Output index → tensor, of those that are returned.
@@ -68,7 +68,7 @@ class StagePrograms:
             and new buffers get the same.
         borders: What the programs receive and send themselves.
         remat: Which forward values are computed again in the backward.
-        rules: What operations are run by, see `compile.lowering`.
+        rules: How operations are run, see `compile.lowering`.
         used: Role → sharding of a value where it is used, if not as it is kept.
         grouping: Which gradients are summed up per group of rows, None for none.
 
@@ -133,7 +133,7 @@ class StagePrograms:
     def forward(
         self, fixed: Mapping[str, Tensor], live: Values, seed: int
     ) -> Forwarded:
-        """Enqueue the forward of one microbatch and keep what its backward reads.
+        """Enqueue the forward of one microbatch, and return what its backward reads.
 
         Args:
             fixed: The stage's values.

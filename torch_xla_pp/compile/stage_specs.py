@@ -156,7 +156,7 @@ class _Table:
         self._leaving = [sent.renamed(outputs) for sent in borders.outputs]
         back = {input_grad(i): name for i, name in grads.items()}
         self._going_back = [sent.renamed(back) for sent in borders.grads]
-        # What the caller gets; gradients that are sent are not among it.
+        # What the caller gets; gradients that are sent are not part of it.
         sent = border_names(borders.grads)
         self._input_grads = {
             i: n for i, n in grads.items() if input_grad(i) not in sent

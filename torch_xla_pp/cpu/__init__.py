@@ -1,8 +1,8 @@
-"""What ranks on CPU devices do otherwise: all of it is here, and nothing elsewhere.
+"""What ranks on CPU devices do differently: all of it is here, and nothing elsewhere.
 
-Three things, for speed and for programs that cannot wait for each other for ever:
+Three things, for speed, and so that programs never deadlock:
 
-* XLA's client gets threads enough, and no XNNPACK (`client`)
+* XLA's client gets enough threads, and no XNNPACK (`client`)
 * malloc keeps what is freed (`heap`)
 * programs for one device multiply matrices with PyTorch's library (`products`)
 

@@ -1,8 +1,8 @@
 """XLA's client for CPU devices: what it needs before it is made.
 
-Programs are launched by threads of the client's pool, one for each device at once, and
-run on others, one for each device, since those of one launch begin when the launch
-before has ended; all of these may wait. One more is for copies. With one device
+The client's pool has threads that launch programs, one for each device, and others that
+run them, one for each device, since those of one launch begin when the launch before
+has ended; all of these may wait. One more is for copies. With one device
 programs are launched by their caller. See docs/design/024-in-flight.md.
 """
 
@@ -53,7 +53,7 @@ def give_back_garbage() -> None:
 
 
 def _num_threads(num_devices: int) -> int:
-    """Return how many threads a client needs so as not to stand still."""
+    """Return how many threads a client needs to avoid a deadlock."""
     return 2 if num_devices == 1 else 2 * num_devices + 1
 
 

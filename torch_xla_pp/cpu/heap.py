@@ -1,7 +1,7 @@
 """Keep freed memory in this process, for the values of the next step.
 
 On a CPU device XLA takes the memory of every value from malloc and gives it back when
-the value is dropped, by the same sizes in every step. By default glibc returns much of
+the value is dropped, in the same sizes in every step. By default glibc returns much of
 that to the system at once, and each step pays for fresh pages again, see
 docs/performance/step.md. The price of keeping it is that the process stays as large as
 it has ever been.
@@ -10,7 +10,7 @@ Large values are not kept: what is small and lives long would settle in the plac
 they leave, the next one would not fit in there, and the process would grow with the
 number of microbatches.
 
-Nor is kept what compilations leave: they take tens of MiB that no step needs.
+What compilations leave is not kept either: they take tens of MiB that no step needs.
 """
 
 import ctypes
@@ -37,13 +37,13 @@ _logger = logging.getLogger(__name__)
 
 @functools.cache
 def keep_freed(chosen: tuple[str, ...]) -> None:
-    """Tell glibc to keep what is freed, unless the user has told it something.
+    """Tell glibc to keep what is freed, unless the user has configured it.
 
     Threads that have allocated before keep their heaps, so call it early. Does nothing
     with another C library.
 
     Args:
-        chosen: Variables by which the user has, see `env.malloc_choices`.
+        chosen: Variables by which the user configured it, see `env.malloc_choices`.
     """
     if chosen:
         _logger.info("malloc is left as %s says", ", ".join(chosen))
@@ -57,12 +57,12 @@ def keep_freed(chosen: tuple[str, ...]) -> None:
 
 
 def give_back(chosen: tuple[str, ...]) -> None:
-    """Return what is free now to the system, unless the user has told glibc something.
+    """Return what is free now to the system, unless the user has configured glibc.
 
     The next values take fresh pages once, so call it when something was compiled.
 
     Args:
-        chosen: Variables by which the user has, see `env.malloc_choices`.
+        chosen: Variables by which the user configured it, see `env.malloc_choices`.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None and not chosen:

@@ -1,8 +1,8 @@
 """Products of matrices by PyTorch's library in programs for one CPU device.
 
-On a CPU, Intel's MKL multiplies up to twice as fast as XLA does, and it is there: it
-comes inside of PyTorch. So a program of a rank with one CPU device calls it for its
-products of two float32 matrices; all else is XLA's. The threads are XLA's, too: the
+On a CPU, Intel's MKL multiplies up to twice as fast as XLA does, and it comes with
+PyTorch. So a program of a rank with one CPU device calls it for its products of two
+float32 matrices; all else is XLA's. The threads are XLA's, too: the
 library computes each part of a product on the thread that XLA gives to it.
 
 XLA cannot split a call over devices. So ranks of several devices have XLA's products;

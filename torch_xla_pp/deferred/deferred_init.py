@@ -1,7 +1,7 @@
 """Build modules whose parameters and buffers get their values later.
 
 Inside `deferred_init` every new tensor is on meta, and what is done to it is recorded
-(see `record`). Reading a value computes it then and there, which is meant for small
+(see `recipes`). Reading a value computes it then and there, which is meant for small
 ones: a depth-dependent rate, a check.
 """
 
@@ -40,7 +40,7 @@ _UNWRITTEN = (
     _aten.new_empty,
     _aten.new_empty_strided,
 )
-# Bits of a tensor that views do not have.
+# Conjugate and negative bits, which a `View` does not record.
 _WITHOUT_BITS = {
     _aten._conj.default: _aten._conj_physical.default,
     _aten._neg_view.default: _aten.neg.default,
@@ -95,7 +95,7 @@ def deferred_init() -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Run everything on meta, and record what writes."""
+    """A mode that runs everything on meta, and records what writes."""
 
     def __torch_dispatch__(
         self,
@@ -125,7 +125,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Reads(TorchFunctionMode):
-    """Let Python read what values will be."""
+    """A mode in which Python can read what values will be."""
 
     def __torch_function__(
         self,
@@ -203,7 +203,7 @@ def _record(
 def _compute(
     function: OpOverload, args: Any, kwargs: dict[str, Any], reason: Exception | str
 ) -> Any:
-    """Call a function that needs or changes values, or knows no meta, at once."""
+    """Call a function at once: it needs or changes values, or does not support meta."""
     is_random = torch.Tag.nondeterministic_seeded in function.tags
     written = _written(function, args, kwargs)
     if is_random or any(x.is_meta for x in written):

@@ -1,8 +1,8 @@
 """Trace modules on meta as if they were on the host.
 
-Models ask tensors for their device, and not all they do with the answer knows meta:
-`torch.autocast(x.device.type)`, for one. Traced on fake tensors of the host they
-give the same graph as models that are there.
+Models ask tensors for their device, and not all that they do with the answer supports
+meta: `torch.autocast(x.device.type)`, for one. Traced on fake tensors of the host they
+give the same graph as models that have values.
 """
 
 import contextlib

@@ -30,7 +30,7 @@ def materialize(module: nn.Module) -> nn.Module:
         The module.
 
     Raises:
-        PipelineError: Some have no value; names them.
+        PipelineError: Some have no value; all of them are named.
 
     Example:
         >>> with deferred_init():

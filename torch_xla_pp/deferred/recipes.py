@@ -5,7 +5,7 @@ wrote to it. Views need no record of their own: an operation knows the part of a
 storage that it reads or writes by shape, strides and offset.
 
 Law: a recorded value depends on the operations that it needs and, where these are
-random, on the seed of their time and on the name of a tensor: not on what else is
+random, on the seed at that time and on the name of a tensor: not on what else is
 computed, nor when or where.
 """
 
@@ -29,7 +29,7 @@ Storage = torch.UntypedStorage
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """List what was written to a storage.
+    """The writes to a storage.
 
     Args:
         num_bytes: Size of the storage when it was first seen.
@@ -51,7 +51,7 @@ class Record:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class View:
-    """Stand for a tensor: a part of a recorded storage."""
+    """A stand-in for a tensor: a part of a recorded storage."""
 
     record: Record
     dtype: torch.dtype
@@ -75,7 +75,7 @@ class View:
         return tensor.set_(storage, self.offset, self.shape, self.stride)
 
     def fitted(self, value: Tensor) -> Storage:
-        """Return the storage of a value that is laid out as the meta tensor was."""
+        """Return the storage of a value that has the meta tensor's strides."""
         layout = (value.stride(), value.storage_offset())
         if layout != (self.stride, self.offset) or value.device.type != "cpu":
             value = self.on(self.record.zeros()).copy_(value)
@@ -84,7 +84,7 @@ class View:
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """Hold a call that wrote to recorded storages.
+    """A call that wrote to recorded storages.
 
     Args:
         function: What was called.
@@ -93,8 +93,8 @@ class Operation:
         results: For each leaf of the result a view if its storage is a new one.
         records: The storages that it reads or writes.
         number: Larger than those of all earlier operations on the same storages.
-        default_dtype: The default dtype of its time.
-        seed: The seed of its time, None if it is not random.
+        default_dtype: The default dtype when it was called.
+        seed: The seed when it was called, None if it is not random.
         owner: Whose random numbers it draws: name of a tensor and how many random
             operations of that name came before.
     """

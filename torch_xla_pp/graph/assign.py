@@ -22,7 +22,7 @@ _DATA = ("placeholder", "get_attr", "output")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """Say which stage runs each op.
+    """The stage of each op.
 
     Args:
         names: The stages' names.

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallSpec:
-    """Say how a model is called and what it returns.
+    """The arguments that a model takes, and what it returns.
 
     Args:
         names: Names of its arguments, positional ones first.

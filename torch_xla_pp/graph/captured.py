@@ -73,7 +73,7 @@ _HOOK = "._forward"
 
 
 class _Same:
-    """Stand for an object in a finding: equal to itself alone, and kept alive by it."""
+    """An object in a finding: equal to itself alone, and kept alive by it."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -89,7 +89,7 @@ class _Same:
 
 
 class Captured:
-    """Number the states of what a function or module reads from outside.
+    """The numbered states of what a function or module reads from outside.
 
     The values of a module's own parameters and buffers do not count, as programs are
     given those; what they look like and `requires_grad` do.
@@ -163,7 +163,7 @@ def _walked(root: Any, names: set[str]) -> "_Walk":
 
 
 class Baked:
-    """Know what a trace has built in of what is read from outside.
+    """What a trace has built in of what is read from outside.
 
     Args:
         captured: Of the model that was traced, or of what the trace has made.
@@ -176,7 +176,7 @@ class Baked:
         self._first = captured.number()
 
     def check(self) -> None:
-        """Refuse changes since; takes some 50 µs.
+        """Refuse changes since the trace; takes some 50 µs.
 
         Raises:
             PipelineError: Numbers, flags or texts have changed, or hooks.
@@ -210,7 +210,7 @@ def _shown(found: Any) -> str:
 
 
 class _Watch:
-    """Know what containers hold, and whether they still do."""
+    """What containers held, to tell whether they still do."""
 
     def __init__(self) -> None:
         self._empty: list[Any] = []
@@ -314,7 +314,7 @@ def _look(value: Tensor | None) -> Any:
 
 
 class _Walk:
-    """Look at all that is read, starting from a function or module.
+    """A walk over all that is read, starting from a function or module.
 
     Args:
         root: Where to start.
@@ -330,7 +330,7 @@ class _Walk:
         self.watch = _Watch()
         self._names = names
         self._seen: set[int] = set()
-        # What is made while it is looked at must live, or its id is used again.
+        # What is made during the walk must be kept alive, or its id is used again.
         self._kept: list[Any] = []
         self._names_of: dict[int, str] = {}
         self._own = set(root.modules()) if isinstance(root, nn.Module) else set()
@@ -529,10 +529,10 @@ def _is_installed(file_name: str) -> bool:
 
 
 def _is_torch(value: Any) -> bool:
-    """Return whether a function or class is PyTorch's own, and needs no look."""
+    """Return whether a function or class is PyTorch's own, which is not looked into."""
     return str(value.__module__).partition(".")[0] in _TORCH
 
 
 def _is_opaque(cls: type) -> bool:
-    """Return whether the attributes of an object are nothing that a forward reads."""
+    """Return whether no forward reads the attributes of such an object."""
     return str(cls.__module__).partition(".")[0] in _OPAQUE

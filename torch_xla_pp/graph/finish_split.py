@@ -1,4 +1,4 @@
-"""Give the stages that a prepared model was cut into their calls, and describe them."""
+"""Give calls to the stages that a prepared model was cut into, and describe them."""
 
 import operator
 from collections.abc import Sequence

@@ -12,7 +12,7 @@ _logger = logging.getLogger(__name__)
 
 
 class _Flat(nn.Module):
-    """Run a traced module on flat inputs."""
+    """A traced module that takes flat inputs."""
 
     def __init__(self, traced: fx.GraphModule) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ torch.library.define(_NAME, "(Tensor[] values, str name) -> Tensor[]")
 
 
 def _copy(values: Sequence[Tensor], name: str) -> list[Tensor]:
-    """Return copies: what an operator returns may be no alias of what it takes."""
+    """Return copies: an operator must not return an alias of what it takes."""
     return [value.clone() for value in values]
 
 

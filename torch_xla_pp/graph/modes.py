@@ -3,8 +3,8 @@
 A trace has the mode of its model built in: whether dropout drops, what a batch norm
 normalizes by, and all that Python chose by `training`. A model that reads `training` is
 therefore traced once in each mode, and a stage has a *graph* for each over the same
-parameters and buffers. Which one counts is seen by the `training` flags of the stage's
-modules, which `train()` and `eval()` set.
+parameters and buffers. The `training` flags of the stage's modules, which `train()`
+and `eval()` set, tell which one counts.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _MIXED = "mixed_mode"
 
 @dataclass(eq=False, slots=True)
 class _Modes:
-    """Hold the graphs of a stage.
+    """The graphs of a stage, by mode.
 
     Args:
         parts: The modules whose flags count.
@@ -69,7 +69,7 @@ def begin_modes(stage: fx.GraphModule, model: nn.Module, *, is_switched: bool) -
     Args:
         stage: The stage's module; its graph counts for these flags.
         model: The model.
-        is_switched: Whether the model does other things in other modes.
+        is_switched: Whether the model behaves differently in other modes.
     """
     flags = {name: part.training for name, part in model.named_modules()}
     for name, part in stage.named_modules():
@@ -87,9 +87,9 @@ def begin_modes(stage: fx.GraphModule, model: nn.Module, *, is_switched: bool) -
 
 
 class OtherMode(nn.Module):
-    """Hold the parts of a graph for another mode, out of the sight of others.
+    """The parts of a graph for another mode, out of the module's sight.
 
-    They are attributes, no submodules: their tensors are those of the stage, which
+    They are attributes, not submodules: their tensors are those of the stage, which
     lists them once.
     """
 
@@ -141,7 +141,7 @@ def add_mode(
 def _share_tensors(
     stage: nn.Module, name: str, part: nn.Module, names: Collection[str]
 ) -> None:
-    """Let a part and that of the stage hold tensors together, as these are replaced."""
+    """Let a part share the tensors of the stage's part, also when they are replaced."""
     if not part._parameters and not part._buffers:
         return
     own = _item(stage, name)
@@ -233,7 +233,7 @@ def _put(module: Any, target: str, value: torch.Tensor | nn.Module | None) -> No
 
 
 def reads_training(module: nn.Module) -> bool:
-    """Return whether a module may do other things in another mode.
+    """Return whether a module may behave differently in another mode.
 
     Told by the code of its parts and of the functions that this names.
     """

@@ -25,7 +25,7 @@ _STATISTICS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """Describe memory that is written in place.
+    """Memory that is written in place.
 
     Args:
         root: The node that owns it.
@@ -70,8 +70,8 @@ def name_writes(graph: fx.Graph) -> None:
 def written_memory(graph: fx.Graph, marks: Sequence[Any]) -> list[Written]:
     """Return the memory that a graph writes in place, after `name_writes`.
 
-    Nodes whose target is one of `marks` are no accesses. What reads the result of the
-    last write sees the right value in any stage and is no access either.
+    Nodes whose target is one of `marks` are not accesses. What reads the result of the
+    last write sees the right value in any stage and is not an access either.
     """
     roots = _roots(graph)
     last_write: dict[fx.Node, fx.Node] = {}

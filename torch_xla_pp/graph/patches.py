@@ -1,7 +1,7 @@
-"""Attributes of torch that are another for a while, where it has no switch for that.
+"""Attributes of torch that are replaced for a while, where it has no switch.
 
-Who uses it says in a context manager of his own what is put in place of what, why
-upstream needs it, and when it can go.
+Each use is a context manager that says what is put in place of what, why upstream
+needs it, and when it can go.
 """
 
 import contextlib

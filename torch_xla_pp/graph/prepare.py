@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """Keep what `finish_split` must know about the model that was cut.
+    """What `finish_split` must know about the model that was cut.
 
     Args:
         names: The stages' names.
@@ -48,7 +48,7 @@ class Prepared:
 
 
 def carry(value: T) -> T:
-    """Stand for a value on its way through a stage."""
+    """Return `value`; in a graph this carries it through a stage."""
     return value
 
 

@@ -63,7 +63,7 @@ def check_bodies(traced: fx.GraphModule, marks: Sequence[Any]) -> None:
     """Refuse operators with bodies, such as `torch.cond`, above all with marks inside.
 
     Raises:
-        PlanError: Names them all.
+        PlanError: There are some; all of them are named.
     """
     faults = []
     for node in traced.graph.nodes:

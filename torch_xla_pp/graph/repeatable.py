@@ -17,7 +17,7 @@ def copy_constants(
 ) -> dict[fx.Node, int]:
     """Let each stage compute the constants that it uses, so that none is sent.
 
-    Parameters are no constants: a stage that used one for this would have to take
+    Parameters are not constants: a stage that used one for this would have to take
     part in its gradient. Nor are random numbers.
 
     Args:
@@ -67,7 +67,7 @@ def _constants(traced: fx.GraphModule, written: Sequence[Written]) -> list[fx.No
 def _is_written_in_order(memory: Written) -> bool:
     """Return whether the edges of the graph tell all about how memory is written.
 
-    So they do if each access is the only user of the one before it. A buffer lives on
+    They do if each access is the only user of the one before it. A buffer lives on
     beyond the graph: torch.export's mark is all that may be done to it.
     """
     if all(op.target is _DETACH for op in memory.accesses):

@@ -1,4 +1,4 @@
-"""Constraints on how activations lie, by logical axes.
+"""Constraints on how activations are sharded, by logical axes.
 
 `shard` does nothing to a value. While a model or a stage is traced it leaves an
 operator in the graph, in the forward and for the gradient in the backward. The names
@@ -26,7 +26,7 @@ torch.library.define(_NAME, "(Tensor value, str[] axes) -> Tensor")
 
 
 def _copy(value: Tensor, axes: Sequence[str]) -> Tensor:
-    """Return a copy: what an operator returns may be no alias of what it takes."""
+    """Return a copy: an operator must not return an alias of what it takes."""
     return value.clone()
 
 
@@ -37,7 +37,7 @@ def _fake(value: Tensor, axes: Sequence[str]) -> Tensor:
 def _batched(
     info: Any, in_dims: tuple[Any, ...], value: Tensor, axes: Sequence[str]
 ) -> tuple[Tensor, int]:
-    """Lay out the dimension that vmap adds as `mapped_as` says, or leave it whole."""
+    """Shard the dimension that vmap adds as `mapped_as` says, or leave it whole."""
     dim = in_dims[0]
     return SHARD(value, [*axes[:dim], _mapped_axis.get(), *axes[dim:]]), dim
 
@@ -59,9 +59,9 @@ SHARD = torch.ops.torch_xla_pp.shard.default
 
 
 def shard(value: Tensor, *axes: str | None) -> Tensor:
-    """Say how an activation lies over the devices of a rank, and return it.
+    """Shard an activation over the devices of a rank, and return it.
 
-    In a stage that was built with `AxisRules`, the value and its gradient are laid out
+    In a stage that was built with `AxisRules`, the value and its gradient are sharded
     as these say. With other shardings, and outside of stages, nothing happens.
 
     Args:

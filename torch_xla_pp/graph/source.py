@@ -1,4 +1,4 @@
-"""What a stage takes of another."""
+"""What a stage takes from another."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch_xla_pp.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Name an output of a stage, or an item of it.
+    """An output of a stage, or an item of it.
 
     Args:
         stage: Index of the stage that makes it.
@@ -24,7 +24,7 @@ class Source:
         return f"output{item} of stage {self.stage}"
 
     def of(self, output: Any) -> Any:
-        """Return what is meant out of the output of the stage.
+        """Return what it names of the stage's output.
 
         Raises:
             PlanError: There is no such item.

@@ -22,7 +22,7 @@ from torch_xla_pp.text import bytes_text, count_text, type_text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageValue:
-    """Describe an input or output of a stage.
+    """An input or output of a stage.
 
     Args:
         name: Its name in the traced graph.
@@ -40,7 +40,7 @@ class StageValue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """Describe a stage.
+    """A stage: what it takes, what it returns, and its size.
 
     Args:
         name: Its name.
@@ -78,7 +78,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageEdge:
-    """Carry output `output` of stage `producer` to input `input` of `consumer`.
+    """An edge from an output of one stage to an input of another.
 
     Args:
         producer: Index of the stage that makes the value.
@@ -117,7 +117,7 @@ class StageEdge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedParameter:
-    """Describe a parameter of which several stages hold a copy.
+    """A parameter of which several stages hold a copy.
 
     Args:
         group: Its first name in the model.
@@ -139,7 +139,7 @@ class SharedParameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageGraph:
-    """Hold the stages of a model and the edges between them.
+    """The stages of a model and the edges between them.
 
     Args:
         stages: The stages, producers before consumers.
@@ -324,7 +324,7 @@ def check_connections(names: Sequence[str], pairs: Iterable[tuple[int, int]]) ->
         pairs: Producer and consumer of every edge.
 
     Raises:
-        PlanError: Names all faults.
+        PlanError: They do not; all faults are listed.
     """
     pairs = sorted(set(pairs))
     faults = _direction_faults(len(names), pairs)

@@ -13,7 +13,7 @@ from torch_xla_pp.text import type_text
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Stand for the tensor number `index`.
+    """The place of tensor number `index`.
 
     Args:
         index: Its number.
@@ -95,7 +95,7 @@ class Template:
 
     @property
     def constants(self) -> list[Any]:
-        """Return the leaves that are no tensors."""
+        """Return the leaves that are not tensors."""
         return [leaf for leaf in self.leaves if not isinstance(leaf, Slot)]
 
     def fill(self, values: Sequence[Any]) -> Any:

@@ -23,7 +23,7 @@ def check_split_spec(module: nn.Module, split_spec: Mapping[str, Any]) -> None:
     """Refuse split points that name no submodule of `module`.
 
     Raises:
-        ValueError: Names every unknown submodule and those that exist.
+        ValueError: There are some; they are named, with the submodules that exist.
     """
     known = [name for name, _ in module.named_modules() if name]
     unknown = [name for name in split_spec if name not in known]

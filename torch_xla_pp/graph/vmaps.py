@@ -30,7 +30,7 @@ def indexing_by_tensors() -> Iterator[None]:
     Attention masks are made in this way, e.g. by transformers, under torch's
     `TransformGetItemToIndex`. It waits for `Tensor.__getitem__`, but torch 2.9 calls it
     `operator.getitem` in a strict export (`BuiltinVariable.call_function` of dynamo);
-    this can go when that is mended.
+    this can go when that is fixed.
     """
     with replaced(TransformGetItemToIndex, "__torch_function__", _index):
         yield
@@ -51,8 +51,8 @@ def flatten_vmaps(traced: fx.GraphModule, marks: Sequence[Any]) -> None:
     """Replace vmapped ops by ops on whole batches, where marks may come between.
 
     An exported graph keeps `torch.vmap` as a region of ops on single elements, which
-    has to stay in one piece. A region is left alone if it would, unless it makes no
-    floats: each stage may compute such a mask for itself.
+    has to stay in one piece. A region that no mark can cut is left alone, unless it
+    makes no floats: each stage may compute such a mask for itself.
     """
     graph = traced.graph
     _join(reversed(graph.nodes), _ENTER)

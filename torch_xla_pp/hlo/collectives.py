@@ -2,7 +2,7 @@
 
 Each device runs the program; a collective is one of its instructions in which devices
 exchange values. Its *groups* are the devices that exchange with each other. Where
-these are the devices along some axes of the rank's mesh, the axes are told.
+these are the devices along some axes of the rank's mesh, the axes are given.
 
 An instruction in the body of a loop is counted once, however often it runs.
 """
@@ -43,7 +43,7 @@ DeviceGroups = frozenset[frozenset[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """Count the collectives of one kind in a program.
+    """The collectives of one kind in a program.
 
     Args:
         kind: Its name in HLO, e.g. `all-gather`.

@@ -1,6 +1,6 @@
 """Read the HLO text of a sharding.
 
-XLA prints how a value lies on the devices of one rank as text, for instance
+XLA prints how a value is sharded over the devices of a rank as text, for instance
 
     {replicated}                                        every device holds all
     {devices=[2,1]0,1}                                  rows over two devices
@@ -30,11 +30,11 @@ Nested = list["Nested"] | list[int]
 
 
 class OpShardingArgs(NamedTuple):
-    """Hold the arguments of torch_xla's `OpSharding`, in its order.
+    """The arguments of torch_xla's `OpSharding`, in its order.
 
     Args:
-        tile_assignment: Device ids, nested as the tiles lie.
-        group_assignment: Ids of replication groups, nested as the tiles lie; empty
+        tile_assignment: Device ids, nested as the tiles are.
+        group_assignment: Ids of replication groups, nested as the tiles are; empty
             without partial replication.
         replication_groups: The device ids of each group.
         sharding_type: Number of the kind of sharding in XLA's protocol.
@@ -71,7 +71,7 @@ class OpShardingArgs(NamedTuple):
         return ()
 
     def tiling(self, shape: Sequence[int], num_devices: int) -> Tiling:
-        """Return how a value of shape `shape` lies on the devices of a rank.
+        """Return how a value of shape `shape` is tiled over the devices of a rank.
 
         Raises:
             ValueError: The sharding is for another number of dimensions, or not one
@@ -125,7 +125,7 @@ REPLICATED = OpShardingArgs([], [], [], _REPLICATED)
 def stacked(
     first: OpShardingArgs, rest: OpShardingArgs, num_dims: int, num_devices: int
 ) -> OpShardingArgs | None:
-    """Return how a stack of values lies: split along the stack, and inside of it.
+    """Return the sharding of a stack of values: split along it, and inside of it.
 
     Args:
         first: How the first dimension is split, for a value of that dimension alone.

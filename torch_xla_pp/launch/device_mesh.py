@@ -22,8 +22,8 @@ from torch_xla_pp.transport import of_group
 def explain_mesh() -> None:
     """Let torch_xla's mesh say what its device ids are in a job of several worlds.
 
-    It asserts that they are those of this process, which scripts that number the
-    devices of a whole job run into.
+    It asserts that they are those of this process, which fails in scripts that number
+    the devices of a whole job.
     """
     make = xs.Mesh.__init__
 
@@ -43,7 +43,7 @@ def explain_mesh() -> None:
 
 
 class PipelineMesh:
-    """Combine a mesh over ranks with a mesh over each rank's devices.
+    """A mesh over ranks, combined with a mesh over each rank's devices.
 
     The first axes count ranks and behave as one of `torch.distributed`'s meshes:
     `get_group`, `get_local_rank`, `mesh["pp"]`. The other axes count the devices of a
@@ -101,7 +101,7 @@ class PipelineMesh:
         """Return this process's position on a process axis; None names the only one.
 
         Raises:
-            ValueError: As by `get_group`.
+            ValueError: As for `get_group`.
         """
         axis = self._process_axis("get_local_rank", mesh_dim)
         return self._processes.get_local_rank(axis)
@@ -156,8 +156,8 @@ def init_device_mesh(
 ) -> PipelineMesh:
     """Make the mesh of the job; every rank must call it.
 
-    All ranks get equal local axes. Where they have other devices or are to lay values
-    out over other axes, each makes a torch_xla mesh of its own for its stages.
+    All ranks get equal local axes. Where they have other devices or shard values over
+    other axes, each makes a torch_xla mesh of its own for its stages.
 
     Args:
         device_type: "xla".

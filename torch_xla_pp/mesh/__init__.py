@@ -1,4 +1,4 @@
-"""WHERE: the axes of a job, and how values lie on one rank's devices. Pure values."""
+"""WHERE: a job's axes, and how values are sharded over a rank's devices. Pure."""
 
 from torch_xla_pp.mesh import presets
 from torch_xla_pp.mesh.axis_rules import AxisRules, first_match, unmatched

@@ -26,7 +26,7 @@ from torch_xla_pp.mesh.local_mesh import (
 
 @dataclass(frozen=True, kw_only=True)
 class AxisRules:
-    """Say how a model's tensors lie over the devices of a rank, by logical axes.
+    """The sharding of a model's tensors over a rank's devices, by logical axes.
 
     Names are the model's own: `"layers.*.up.weight"` means the same before and after
     the model was split. Of several patterns that match, the first counts.
@@ -35,7 +35,7 @@ class AxisRules:
         axes: Logical axis → the mesh axis that splits it, a tuple of them, or None.
         parameter_axes: The same for parameters alone, where they are kept in another
             way than activations: FSDP splits `embed` of weights only. In a program
-            such parameters are gathered first, to lie as `axes` say.
+            such parameters are gathered first, to be sharded as `axes` say.
         parameters: Glob pattern on the names of parameters and buffers → the logical
             axis of each dimension, None for one that is never split. A parameter
             that nothing matches is replicated.
@@ -196,9 +196,9 @@ class AxisRules:
         names: Iterable[str],
         partitions: Mapping[str, Partition],
     ) -> dict[str, Partition]:
-        """Return how parameters lie while they are used, if not as they are kept.
+        """Return how parameters are sharded in use, if not as they are kept.
 
-        Kept they lie as `parameter_axes` say, used as `axes` do: XLA gathers them.
+        They are kept as `parameter_axes` say and used as `axes` do: XLA gathers them.
 
         Args:
             names: Names of parameters.

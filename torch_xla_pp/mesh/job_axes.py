@@ -14,7 +14,7 @@ PIPELINE_AXIS = "pp"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshLayout:
-    """Name and size the axes of a job's mesh.
+    """The axes of a job's mesh, with their names and sizes.
 
     Args:
         shape: Size of every axis.

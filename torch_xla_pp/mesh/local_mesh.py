@@ -1,4 +1,4 @@
-"""The devices of one rank as named axes, and values laid out over them."""
+"""The devices of one rank as named axes, and values sharded over them."""
 
 import math
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ def axis_names(axis: Axis) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalMesh:
-    """Name the axes of one rank's devices.
+    """The named axes of one rank's devices.
 
     A *partition* of a tensor names, for each of its dimensions, the mesh axis (or
     axes) that the dimension is split over; None leaves it whole.
@@ -60,7 +60,7 @@ class LocalMesh:
 
         Args:
             value: The value; what splits a dimension divides it.
-            partition: How it lies.
+            partition: How it is sharded.
             place: The device's index along each axis.
         """
         for dim, axis in enumerate(partition):
@@ -101,15 +101,15 @@ class LocalMesh:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """Describe one value on a boundary between two stages.
+    """A value on a boundary between two stages, without its data.
 
     Args:
         shape: Shape of the whole value.
         dtype: Its dtype.
-        partition: How it lies on the devices of a rank.
+        partition: How it is sharded over the devices of a rank.
         requires_grad: Whether a gradient comes back for it.
         axes: What `shard` called its dimensions, None if nothing did. A rank with
-            another mesh or other rules lays the value out by these.
+            another mesh or other rules shards the value by these.
     """
 
     shape: tuple[int, ...]

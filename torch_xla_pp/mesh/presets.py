@@ -132,7 +132,7 @@ def ep(axis: Axis = "expert") -> AxisRules:
     """Split the experts, and the batch outside of them, over the same axis.
 
     Expect: an all-to-all (or a gather and a slice) of tokens to the experts and back;
-    an all-reduce per weight that is no expert's, once per step.
+    an all-reduce per weight outside of the experts, once per step.
     """
     return _rules(axis, ("expert", "batch"))
 

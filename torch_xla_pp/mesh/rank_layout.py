@@ -52,7 +52,7 @@ class RankLayout:
             batch_axis = _DATA_AXIS if _DATA_AXIS in local.names else None
             if rules is not None and _BATCH in rules.axes:
                 batch_axis = rules.axes[_BATCH]
-            # Unknown axes of rules are told with all else that is wrong with these.
+            # Unknown axes of rules are reported with all other faults of these.
             return cls(local=local, batch_axis=batch_axis, rules=rules)
         unknown = [name for name in axis_names(batch_axis) if name not in local.names]
         if unknown:
@@ -71,7 +71,7 @@ class RankLayout:
         """Refuse a microbatch that does not divide over the batch axis.
 
         Raises:
-            ValueError: Names the number of rows and the axis.
+            ValueError: It does not; rows and axis are named.
         """
         size = self.num_row_groups
         if rows % size:

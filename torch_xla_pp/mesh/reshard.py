@@ -6,8 +6,8 @@ Laws:
   of the receiver that hold a tile get its pieces, from the one message: it is the
   ranks that are joined by a wire, not the devices.
 * Where several devices of the sender hold a tile, each sends about as much of it.
-* Where a value lies alike on both, each tile is one piece, from the lowest device that
-  holds it.
+* Where a value is tiled alike on both, each tile is one piece, from the lowest device
+  that holds it.
 """
 
 import functools
@@ -23,7 +23,7 @@ class Piece(NamedTuple):
     Attributes:
         source: The sender's device that it comes from.
         tile: The receiver's tile that it is part of.
-        box: Where it lies in the value.
+        box: Its place in the value.
     """
 
     source: int
@@ -32,11 +32,11 @@ class Piece(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Where a box lies in a dense array: runs of elements at regular distances.
+    """The place of a box in a dense array: runs of elements at regular distances.
 
     Attributes:
         offset: Place of the first element.
-        length: Number of elements that lie together.
+        length: Number of contiguous elements.
         levels: Number of repetitions and the distance between them, outermost first.
     """
 
@@ -65,8 +65,8 @@ def reshard(source: Tiling, destination: Tiling) -> tuple[Piece, ...]:
     """Plan how a value gets from one rank's devices to another's.
 
     Args:
-        source: How it lies on the sender's devices.
-        destination: How it is to lie on the receiver's.
+        source: Its tiling on the sender's devices.
+        destination: Its tiling on the receiver's.
 
     Returns:
         The pieces, in the order in which both sides list them.
@@ -93,7 +93,7 @@ def reshard(source: Tiling, destination: Tiling) -> tuple[Piece, ...]:
 
 
 def _cells(source: Tiling, destination: Tiling) -> list[Box]:
-    """Cut a value so that nothing lies in two tiles of either side."""
+    """Cut a value so that no part is in two tiles of either side."""
     sides = []
     for dim in range(len(source.shape)):
         cuts = sorted(source.cuts(dim) | destination.cuts(dim))
@@ -105,7 +105,7 @@ def _cells(source: Tiling, destination: Tiling) -> list[Box]:
 
 
 def _shares(box: Box, count: int) -> list[Box]:
-    """Cut a box into `count` parts or fewer, along one dimension, rather an outer."""
+    """Cut a box into at most `count` parts along one dimension, preferably an outer."""
     if count == 1 or not box.sizes:
         return [box]
     enough = [dim for dim, size in enumerate(box.sizes) if size >= count]

@@ -40,7 +40,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiling:
-    """Say which tile of a value each device holds.
+    """The tile of a value that each device holds.
 
     As XLA does, a dimension is cut into parts of one size; the last ones are smaller,
     or empty, where it does not divide: 5 rows cut into 4 parts are 2, 2, 1 and 0.
@@ -97,7 +97,7 @@ class Tiling:
         return {*range(0, size, max(step, 1)), size}
 
     def tile_at(self, start: tuple[int, ...]) -> int:
-        """Return the number of the tile that an element lies in."""
+        """Return the number of the tile that an element is in."""
         number = 0
         for index, step, parts in zip(start, self.shard_shape, self.grid, strict=True):
             number = number * parts + index // max(step, 1)

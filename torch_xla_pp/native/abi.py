@@ -1,6 +1,6 @@
 """What Python and the compiled library agree on: the mirror of `csrc/abi.h`.
 
-Numbers are places in these tuples. Fields are rows of int64 in this order.
+Numbers are indices into these tuples. Fields are rows of int64 in this order.
 """
 
 from collections.abc import Sequence
@@ -88,7 +88,7 @@ def row_of(fields: Sequence[str], **values: int) -> list[int]:
 
 
 def faults_of(text: str) -> list[str]:
-    """Return where a library, by the text that it gives of itself, is another one."""
+    """Return where a library's description of itself differs from `ABI`."""
     theirs = {name: tuple(rest) for name, *rest in map(str.split, text.splitlines())}
     return [
         f"{name}: expected {' '.join(ABI.get(name, ('none',)))}, got "

@@ -39,13 +39,13 @@ class _Section(NamedTuple):
 
 
 class ElfFile:
-    """Read one library's symbols.
+    """The symbols of one library.
 
     Args:
         path: The library.
 
     Raises:
-        ValueError: It is no 64-bit little-endian ELF file.
+        ValueError: It is not a 64-bit little-endian ELF file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -119,7 +119,7 @@ def base_address(path: Path) -> int:
     """Return where this process has loaded a library.
 
     Raises:
-        LookupError: It is not loaded, or the system does not tell.
+        LookupError: It is not loaded, or the system does not say.
     """
     maps = Path("/proc/self/maps")
     for line in maps.read_text().splitlines() if maps.exists() else ():

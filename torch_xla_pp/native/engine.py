@@ -11,12 +11,12 @@ _MAX_TEXT_BYTES = 1 << 16
 
 
 class Failure(NamedTuple):
-    """Tell why a generation has failed.
+    """The reason why a generation has failed.
 
     Attributes:
         text: What happened, or the report of a peer.
         is_timeout: Whether a message did not come in time.
-        is_report: Whether a peer told of its own failure.
+        is_report: Whether a peer reported its own failure.
     """
 
     text: str
@@ -25,7 +25,7 @@ class Failure(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """Count what an engine holds.
+    """What an engine holds, in numbers.
 
     Attributes:
         held_bytes: Bytes of messages that no receive has taken yet.
@@ -104,7 +104,7 @@ class Engine:
         return Failure(text, kind == FailureKind.TIMEOUT, kind == FailureKind.REPORT)
 
     def settle(self, generation: int, count: int, limit_s: float) -> bool:
-        """Wait until `count` receives have ended well, or for `limit_s`."""
+        """Wait until `count` receives have succeeded, or for `limit_s`."""
         settled = self._library.xpp_settle(self.id, generation, count, limit_s)
         return bool(settled)
 
@@ -120,7 +120,7 @@ class Engine:
         return Stats(**dict(zip(STATS_FIELDS, out, strict=True)))
 
     def delay(self, time_s: float, device: int = -1) -> None:
-        """Hold messages that arrive back, as a slow network would.
+        """Hold back messages that arrive, as a slow network would.
 
         Args:
             time_s: For how long, in seconds.
@@ -129,5 +129,5 @@ class Engine:
         self._library.xpp_delay(self.id, device, time_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Part from the peers; return whether everything sent has arrived."""
+        """Disconnect from the peers; return whether everything sent has arrived."""
         return bool(self._library.xpp_close(self.id, timeout_s))

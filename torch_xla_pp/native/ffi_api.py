@@ -1,6 +1,6 @@
 """Where torch_xla's XLA has its FFI, with which handlers are registered.
 
-torch_xla 2.9 does not export it. A local symbol of its library gives its place.
+torch_xla 2.9 does not export it. A local symbol of its library tells where it is.
 """
 
 import functools

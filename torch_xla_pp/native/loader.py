@@ -17,7 +17,7 @@ _MAX_TEXT_BYTES = 1 << 16
 
 
 class Unavailable(Exception):
-    """Say why the compiled transport cannot be used here."""
+    """The compiled transport cannot be used here, for the reason given."""
 
 
 @functools.cache
@@ -107,5 +107,5 @@ def register(loaded: ctypes.CDLL, target: str, op: Op) -> None:
 
 @functools.cache
 def register_target(target: str, op: Op) -> None:
-    """Do what `register` does, once for each target."""
+    """Call `register`, once for each target."""
     register(library(), target, op)

@@ -1,7 +1,7 @@
 """When programs begin, end, send and receive, noted by the programs themselves.
 
 `begin_op` and `end_op` put notes into a graph that is being traced; the ops that send
-and receive make notes of their own. Nothing is kept but between `start` and `stop`,
+and receive make notes of their own. Notes are kept only between `start` and `stop`,
 which are for the whole process. Times are those of `time.monotonic_ns`.
 """
 
@@ -29,7 +29,7 @@ _TOKEN_SHAPE = (1,)
 
 
 class Note(NamedTuple):
-    """Hold one note.
+    """A note of what a program did, and when.
 
     Attributes:
         event: What happened.
@@ -64,7 +64,7 @@ def mark(kind: Kind, stage: int, microbatch: int) -> Tensor:
 def begin_op(mark: Tensor) -> Tensor:
     """Add the note that a program has begun to the graph.
 
-    XLA runs it when it likes, which is mostly first: it waits for nothing.
+    XLA runs it at any time, mostly first, as it waits for nothing.
 
     Returns:
         A token, which the program must use.
@@ -96,12 +96,12 @@ def _op(op: Op, mark: Tensor, done: Sequence[tuple[Tensor, Any]]) -> Tensor:
 
 
 def start() -> None:
-    """Begin to keep notes."""
+    """Start to keep notes."""
     loader.library().xpp_start_recording()
 
 
 def stop() -> list[Note]:
-    """Keep notes no more, and return those that were kept.
+    """Stop keeping notes, and return those that were kept.
 
     The programs whose notes are wanted must have ended, see `xla_compat.flush`.
     """

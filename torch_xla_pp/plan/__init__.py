@@ -1,4 +1,4 @@
-"""WHO: which stage needs what of which other one, and on which ranks they are. Pure."""
+"""WHO: what each stage needs from which others, and on which ranks they are. Pure."""
 
 from torch_xla_pp.plan.claims import (
     Claim,

@@ -19,13 +19,13 @@ _MOST_LISTED = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageClaim:
-    """What one stage is.
+    """The claim of one stage.
 
     Args:
         index: Index of the stage.
         inputs: What it takes from other stages.
         shared: Group of a shared parameter → a text that is equal for equal copies.
-        tilings: Group of a shared parameter → how it lies on the stage's rank.
+        tilings: Group of a shared parameter → how it is tiled on the stage's rank.
         patterns: Pattern of its axis rules → whether something in it matches.
     """
 
@@ -38,7 +38,7 @@ class StageClaim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """What one rank brings to a schedule.
+    """The claim of one rank for a schedule.
 
     Args:
         stages: The rank's stages.
@@ -172,7 +172,7 @@ def _pattern_faults(claims: Sequence[Claim]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaClaim:
-    """What one rank brings to a group of replicas.
+    """The claim of one rank in a group of replicas.
 
     Args:
         num_stages: Number of stages of the pipeline.

@@ -1,6 +1,6 @@
 """How the values that one stage makes reach the stages that use them.
 
-Who hands a value on is the law of `schedule.givers_of`.
+Which stage a consumer gets a value from is the law of `schedule.givers_of`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from torch_xla_pp.schedule import givers_of
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Name one tensor that a stage makes, by its slot in the stage's output."""
+    """One tensor that a stage makes, by its slot in the stage's output."""
 
     stage: int
     slot: int
@@ -19,7 +19,7 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fan:
-    """Hold who uses which values of one stage.
+    """The consumers of one stage, and the values that each uses.
 
     Args:
         producer: The stage that makes the values.

@@ -18,7 +18,7 @@ item of that key or its attribute of that name.
 
 @dataclass(frozen=True, slots=True)
 class StageInputs:
-    """List the sources of a stage's arguments, without those of the batch.
+    """The sources of a stage's arguments, without those of the batch.
 
     Args:
         args: Sources of the first positional arguments.
@@ -36,7 +36,7 @@ class StageInputs:
         """Return the inputs of a stage; None for what the previous stage makes.
 
         Raises:
-            ValueError: Something is no source, or not made before the stage.
+            ValueError: Something is not a source, or not made before the stage.
         """
         if inputs_from is None:
             previous = () if stage == 0 else (Source(stage - 1),)

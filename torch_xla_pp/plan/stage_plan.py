@@ -1,8 +1,8 @@
 """What goes into a stage and comes out of it in one kind of step.
 
 A stage waits for the *offers* of earlier stages, which say what these make, plans its
-own kind of step by them, and makes an offer to later ones. Planning is pure: offers and
-arguments in, a frozen plan out.
+own kind of step from them, and makes an offer to later ones. Planning is pure: offers
+and arguments in, a frozen plan out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +86,7 @@ class StagePlan:
         return {**dict(zip(self.values, self.received, strict=True)), **made}
 
     def is_like(self, other: "StagePlan") -> bool:
-        """Return whether the same programs do for another kind of step."""
+        """Return whether the same programs serve another kind of step."""
         return replace(self, random_before=other.random_before) == other
 
     def takes(self, name: str) -> bool:
@@ -96,7 +96,7 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlanner:
-    """What is known of a stage before the first step, which its plans follow from.
+    """The facts of a stage, known before the first step, that its plans follow from.
 
     Args:
         stage: Index of the stage.
@@ -114,7 +114,7 @@ class StagePlanner:
     expected_inputs: tuple[str, ...] | None = None
 
     def needed(self, wiring: Wiring) -> list[int]:
-        """Return the stages whose offers a plan is made by.
+        """Return the stages whose offers a plan is made from.
 
         The offer of the previous stage tells what is counted from stage to stage.
         """
@@ -176,7 +176,7 @@ class StagePlanner:
     ) -> tuple[TensorSpec, ...]:
         """Return how offered values are partitioned here, by this rank's rules.
 
-        With the sender's mesh and rules that is as they leave.
+        With the sender's mesh and rules they arrive as they were sent.
         """
         faults = self.layout.constraint_faults(
             (spec.axes, spec.shape) for spec in offered if spec.axes is not None
@@ -223,7 +223,7 @@ def check_fits(
         own: What the stage expects, as texts of `TensorSpec`.
 
     Raises:
-        StageShapeError: Names every value that differs.
+        StageShapeError: Some differ; all of them are named.
     """
     got = [str(spec) for spec in offered]
     if got == list(own):

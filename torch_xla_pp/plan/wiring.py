@@ -15,13 +15,13 @@ from torch_xla_pp.schedule import carriers_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wiring:
-    """Know what each stage takes, which parameters it shares, and its rank.
+    """What each stage takes, which parameters it shares, and its rank.
 
     Args:
         inputs: Inputs of each stage.
         ranks: Rank of each stage.
         shared: Group of shared parameters → stages that have a copy, in order.
-        tilings: Group → stage → how its copy lies on its rank.
+        tilings: Group → stage → how its copy is tiled on its rank.
     """
 
     inputs: Sequence[StageInputs]

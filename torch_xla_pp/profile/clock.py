@@ -1,4 +1,4 @@
-"""How far the clocks of the ranks are apart."""
+"""How far apart the clocks of the ranks are."""
 
 import time
 

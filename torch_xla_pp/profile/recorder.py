@@ -29,7 +29,7 @@ class Dispatch:
 
     Args:
         returned_ns: When its program was enqueued.
-        cpu_ns: Time of the processor that the main thread took for the action.
+        cpu_ns: CPU time that the main thread took for the action.
     """
 
     returned_ns: int
@@ -109,7 +109,7 @@ class StepRecorder:
         values: Sequence[Tensor],
         there: Sequence[Tiling] | None = None,
     ) -> None:
-        """Note what has gone through the host; `there` is how it lies on the peer."""
+        """Note what has gone through the host; `there` is its tiling on the peer."""
         layouts = [ShardLayout.of_tensor(value) for value in values]
         num_bytes = sum(part_sizes(layouts, there))
         self._note(Event.SENT, *message, num_bytes=num_bytes)

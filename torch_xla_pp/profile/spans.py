@@ -25,7 +25,7 @@ _Name = tuple[str, int, int]
 
 
 class Notes(NamedTuple):
-    """Hold what one rank noted, on the clock of rank 0.
+    """What one rank noted, on the clock of rank 0.
 
     Attributes:
         spans: What it ran.
@@ -117,7 +117,7 @@ def message_of(record: Note) -> Message:
 
 
 class _Noted(NamedTuple):
-    """Hold what was noted of one action.
+    """What was noted of one action.
 
     Attributes:
         times: When something of it had begun.
@@ -131,7 +131,7 @@ class _Noted(NamedTuple):
 
 
 class _Marks:
-    """Find what was noted of actions, which are asked for in their order."""
+    """What was noted of actions, which are asked for in their order."""
 
     def __init__(self, records: Sequence[Note]) -> None:
         self._begins: dict[_Name, list[int]] = {}
@@ -163,7 +163,7 @@ class _Marks:
 
 
 def _covered(waits: Iterable[_Interval], start: int, end: int) -> int:
-    """Return how much of the time from `start` to `end` lies in any of `waits`."""
+    """Return how much of the time from `start` to `end` is in any of `waits`."""
     total, done = 0, start
     for first, last in sorted(waits):
         begin, stop = max(first, done), min(last, end)

@@ -79,7 +79,7 @@ def profile_step(schedule: Any) -> Iterator[StepProfile]:
         What is recorded, to be read after the block.
 
     Raises:
-        TypeError: The schedule or a stage of it is none of the right kind.
+        TypeError: The schedule or one of its stages cannot be recorded.
         PipelineError: There was no step in the block, or more than one.
 
     Example:

@@ -3,8 +3,8 @@
 Before the first step the ranks compare their claims. At the first step of each kind
 every stage waits for the offers of earlier ones and makes its own, and all ranks tell
 how values are tiled over their devices. The number of a step's kind is announced by the
-rank of the first stage, which alone sees the batch; the others wait for it in a time in
-which they would have nothing to compute on.
+rank of the first stage, which alone sees the batch; the others wait for it while they
+would have nothing to compute on.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Agreement:
     """What all ranks of a pipeline agreed on for one schedule.
 
     Args:
-        rendezvous: What the ranks agree by.
+        rendezvous: What the ranks agree through.
         key: Name of the agreement, equal on all ranks.
         wiring: What each stage takes from others, and where the stages are.
     """
@@ -125,7 +125,7 @@ class StepKinds:
     def begin_step(self) -> None:
         """Count a step; every rank must call it once a step.
 
-        After a failure all ranks count anew, as not all of them began the same steps.
+        After a failure all ranks count afresh, as not all of them began the same steps.
         """
         generation = self._agreement.rendezvous.generation
         if generation != self._generation:
@@ -169,7 +169,7 @@ def compare_replicas(rendezvous: Rendezvous, claim: ReplicaClaim) -> None:
     """Compare the claims of the ranks that run the same stages; all must call it.
 
     Raises:
-        PlanError: They are no replicas; raised on every rank.
+        PlanError: They are not replicas; raised on every rank.
     """
     faults = replica_faults(rendezvous.exchange("replica", claim))
     if faults:

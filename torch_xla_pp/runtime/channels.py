@@ -65,7 +65,7 @@ class Channel(Protocol):
 
     @property
     def border(self) -> Border | None:
-        """Return what programs exchange themselves, None if that is nothing."""
+        """Return what programs exchange themselves, None for nothing."""
 
     def feed(self, microbatch: int) -> dict[str, Tensor]:
         """Return what a program is given for it, by name."""

@@ -73,7 +73,7 @@ class Links:
         rank_here = self._own.ranks[self._stage]
 
         def opened(edges: Iterable[Edge]) -> list[Channel]:
-            # What comes from this rank first: it is there, or never comes.
+            # Values of this rank first: they are there, or never come.
             ordered = sorted(edges, key=lambda x: (x.rank != rank_here, x.peer))
             return [open_channel(edge) for edge in ordered if edge.names]
 
@@ -96,7 +96,7 @@ class Links:
         self._tilings = tilings
 
     def moves(self) -> Iterator[str]:
-        """Yield what is laid out anew on its way; its gradient is on the way back."""
+        """Yield what is resharded on its way; its gradient is on the way back."""
         for edge in (channel.edge for channel in (*self._inputs, *self._outputs)):
             here = [layout.tiling for layout in edge.layouts]
             there = edge.tilings_there() or here

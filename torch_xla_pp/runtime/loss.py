@@ -37,7 +37,7 @@ class StageLoss:
 
     The function is traced once for each of: shapes, autocast, and what it reads from
     outside (numbers and the like; tensors count by identity, what is written into
-    them is read anew). A function that cannot be traced runs eagerly, with a warning.
+    them is read again). A function that cannot be traced runs eagerly, with a warning.
 
     Args:
         function: The user's loss function.

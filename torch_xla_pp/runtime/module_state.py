@@ -49,7 +49,7 @@ class GatheredWeights:
     the first use in a step, and dropped at its end.
 
     Args:
-        used: Role of a weight → how it lies where it is used.
+        used: Role of a weight → how it is sharded where it is used.
 
     Attributes:
         program: Makes the copies; None if there are none.
@@ -88,20 +88,20 @@ class GatheredWeights:
 
 
 class _Copies(nn.Module):
-    """Copies of values, to be sharded anew."""
+    """Copies of values, to be resharded."""
 
     def forward(self, *values: Tensor) -> list[Tensor]:
         return [value * 1 for value in values]
 
 
 class ModuleState:
-    """Own the values of a stage's module.
+    """The values of a stage's module, on the devices of its rank.
 
     Args:
         module: The stage's module, on the host, on meta, or on the XLA device; moved
             in place. Parameters that are shared inside the module stay shared.
         world: The devices of this rank.
-        sharding: How parameters lie, see `mesh.assign_partitions`.
+        sharding: How parameters are sharded, see `mesh.assign_partitions`.
         whole_model: Name → shape of what all stages have, None if that is not known.
 
     Raises:
@@ -184,11 +184,11 @@ class ModuleState:
         return self.gathered.values(self.fixed)
 
     def begin_step(self) -> None:
-        """Bring all values onto the device and .
+        """Bring all values onto the device, and keep buffers for `roll_back`.
 
         Raises:
-            PipelineError: A parameter or buffer has no value yet, or was laid out
-                anew after its first use.
+            PipelineError: A parameter or buffer has no value yet, or was resharded
+                after its first use.
         """
         _refuse_wrapped(self._module)
         self._check_loaded()
@@ -221,7 +221,7 @@ class ModuleState:
             self.fixed[role] = value
 
     def _used_partitions(self) -> dict[str, Partition]:
-        """Return how weights lie where they are used, if not as they are kept."""
+        """Return how weights are sharded in use, if not as they are kept."""
         rules = self._world.rules
         if rules is None:
             return {}
@@ -235,7 +235,7 @@ class ModuleState:
         return {r: self._world.sharding(p) for r, p in partitions.items()}
 
     def grads(self) -> dict[str, Tensor]:
-        """Return the gradients that parameters have, laid out like them.
+        """Return the gradients that parameters have, sharded like them.
 
         Those of `copies` are left out, as their owner has them.
         """

@@ -1,4 +1,4 @@
-"""The outputs that a schedule gets of the last stage, and the gradients for them.
+"""The outputs that a schedule gets from the last stage, and the gradients for them.
 
 Law: an output that nobody is to return lives until its loss is known, and no longer.
 A schedule still has it in a local variable then, so it is emptied.
@@ -189,7 +189,7 @@ class StageOutputs:
     def _differentiated(
         self, loss: Tensor, leaves: Sequence[Tensor], specs: Sequence[TensorSpec]
     ) -> dict[str, Tensor]:
-        """Differentiate a loss that could not be compiled by the outputs."""
+        """Return a loss's gradients with respect to outputs, if it was not compiled."""
         wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
         grads = torch.autograd.grad(
             loss, [leaves[i] for i in wanted], allow_unused=True

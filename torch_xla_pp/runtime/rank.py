@@ -156,13 +156,13 @@ class RankPipeline:
 
     @classmethod
     def of(cls, schedule: TorchSchedule) -> "RankPipeline":
-        """Return that of a schedule, made at the first call."""
+        """Return the rank pipeline of a schedule, made at the first call."""
         found: RankPipeline = rank_of(schedule, cls)
         return found
 
     @classmethod
     def calling(cls) -> "RankPipeline | None":
-        """Begin a step of torch's schedule that calls, and return its rank's part."""
+        """Begin a step of torch's schedule that is calling, and return its pipeline."""
         call = calling_step()
         if call is None:
             return None
@@ -277,7 +277,7 @@ class RankPipeline:
         return self._runs[stage.stage_index]
 
     def _begin_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find out of which kind this step is, at its first forward."""
+        """Find out the kind of this step, at its first forward."""
         if self._loss is not None:
             self._loss.begin_step()
         if self._plans is None:
@@ -303,7 +303,7 @@ class RankPipeline:
                 self._choose_merge(stage, compiled)
 
     def _choose_merge(self, stage: LocalStage, compiled: CompiledStage[Links]) -> None:
-        """Let the schedule return the outputs of this step as it is to."""
+        """Let the schedule merge the outputs of this step as it should."""
         if not stage.outputs.is_wanted:
             drop_outputs(self.schedule)
         elif self._merge_spec is not None:

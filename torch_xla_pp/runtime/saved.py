@@ -3,9 +3,9 @@
 Counted are parameters, buffers, gradients, what optimizers keep for the parameters,
 what microbatches wait with, and what the program that runs needs beside its arguments.
 Programs of a device run one after another, in the order in which they were enqueued, so
-all of that is known when they are. Not counted are the batch, what other programs than
-the stage's need (an optimizer's, say), and messages that have arrived before the
-program that receives them.
+all of that is known when they are enqueued. Not counted are the batch, what
+programs other than the stage's need (an optimizer's, say), and messages that have
+arrived before the program that receives them.
 """
 
 import gc
@@ -48,7 +48,7 @@ def total_bytes(values: Mapping[str, Tensor], sizes: dict[str, int]) -> int:
 
 
 class SavedValues:
-    """What microbatches wait with, and its bytes on one device.
+    """A stage's saved activations and the like, and their bytes on one device.
 
     Attributes:
         most_bytes: The most bytes that were held since the last `clear`.
@@ -70,7 +70,7 @@ class SavedValues:
         return self._total
 
     def clear(self) -> None:
-        """Drop everything and count anew."""
+        """Drop everything and count afresh."""
         self._values.clear()
         self._bytes.clear()
         self._total = self._taken = self._num_live = 0
@@ -97,7 +97,7 @@ class SavedValues:
         return (kind, microbatch) in self._values
 
     def take(self, kind: SavedKind, microbatch: int) -> dict[str, Tensor]:
-        """Return values and keep them no more, but for the next program."""
+        """Return values, which count only until the next program has run."""
         key = (kind, microbatch)
         num_bytes = self._bytes.pop(key)
         self._total -= num_bytes

@@ -28,7 +28,7 @@ from torch_xla_pp.transport import of_group
 
 
 class ScheduleFromTable(ScheduleMulti):
-    """Run the actions of a table, in its order.
+    """A schedule that runs the actions of a table, in its order.
 
     All ranks must make it, from the same table. `eval` runs the forwards alone.
 

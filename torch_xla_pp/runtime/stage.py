@@ -53,8 +53,8 @@ from torch_xla_pp.transport import of_group
 class PipelineStage(SilentStage):
     """A module as one stage of a pipeline.
 
-    Takes what `torch.distributed.pipelining.PipelineStage` takes, and how to lay
-    values out over the local devices. Made by hand or by `Pipe.build_stage`. All ranks
+    Takes what `torch.distributed.pipelining.PipelineStage` takes, and how to
+    shard values over the local devices. Made by hand or by `Pipe.build_stage`. All ranks
     of `group` must make their stages and drive them with equal schedules. A third of
     this class is what its arguments mean, which is said here alone.
 
@@ -96,7 +96,7 @@ class PipelineStage(SilentStage):
             `Pipe.build_stage`.
 
     Raises:
-        TypeError: Examples are no tensors.
+        TypeError: Examples are not tensors.
         ValueError: An argument does not fit; raised on every rank in its first step
             at the latest.
 

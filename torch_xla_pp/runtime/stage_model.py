@@ -54,7 +54,7 @@ from torch_xla_pp.world import World
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedModel:
-    """What a stage knows of the traced model that it was cut out of.
+    """What a stage knows of the traced model that it was cut from.
 
     Args:
         shapes: Name → shape of what all stages have.
@@ -125,7 +125,7 @@ class StageModel:
         rules = sharding if isinstance(sharding, AxisRules) else None
         shapes = None if traced is None else traced.shapes
         self.world = World(options.mesh, options.batch_axis, rules)
-        # Before parameters have a new life on the device.
+        # Before parameters are replaced on the device.
         self._patterns = matched_patterns(rules, module, shapes)
         self._mirrors = separated(module, tied)
         self.state = ModuleState(
@@ -177,7 +177,7 @@ class StageModel:
         )
 
     def connect(self, wiring: Wiring) -> None:
-        """Make ready for messages of other stages, which are now known."""
+        """Prepare for messages of other stages, which are now known."""
         self._wiring = wiring
         me = self.index
         for producer in wiring.producers(me):
@@ -190,7 +190,7 @@ class StageModel:
         copies = self._tied.copies(wiring)
         self.state.copies = {parameter_role(name) for name in copies}
 
-    # At the begin of a step.
+    # At the beginning of a step.
 
     def begin_step(self, observer: Observer | None) -> None:
         """Bring what the user has changed onto the device.

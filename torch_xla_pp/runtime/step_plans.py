@@ -113,7 +113,7 @@ class StepPlans:
         return kind
 
     def _agree_on_tilings(self, kinds: dict[int, StageKind[Links]]) -> None:
-        """Tell how values are tiled over this rank, and learn it of the others."""
+        """Exchange with the other ranks how values are tiled over their devices."""
         own = {s.index: s.tilings(kinds[s.index]) for s in self._stages}
         told = self._agreement.exchange_tilings(own)
         for kind in kinds.values():

@@ -90,7 +90,7 @@ def free_parameters(
 def example_tensors(
     name: str, values: Tensor | tuple[Tensor, ...] | None
 ) -> tuple[Tensor, ...] | None:
-    """Return the examples of an argument as a tuple; refuse what is no tensor."""
+    """Return the examples of an argument as a tuple; refuse what is not a tensor."""
     if values is None or isinstance(values, Tensor):
         return None if values is None else (values,)
     if isinstance(values, (tuple, list)) and all(isinstance(x, Tensor) for x in values):

@@ -20,7 +20,7 @@ _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
-    """Run one kind of program of a stage for one microbatch.
+    """One kind of program of a stage, for one microbatch.
 
     Example:
         >>> str(Action(stage=2, kind="F", microbatch=0))
@@ -50,7 +50,7 @@ class Action:
         """Parse what `str` prints.
 
         Raises:
-            ValueError: The text is no action.
+            ValueError: The text is not an action.
         """
         match = _ACTION.fullmatch(text.strip())
         if match is None:

@@ -9,7 +9,7 @@ StagePair = tuple[int, int]
 
 
 def chain_of(num_stages: int) -> tuple[StagePair, ...]:
-    """Return the edges of stages of which each uses the one before."""
+    """Return the edges of stages each of which uses the one before."""
     return tuple((stage, stage + 1) for stage in range(num_stages - 1))
 
 
@@ -17,7 +17,7 @@ def check_edges(user: str, edges: Iterable[StagePair], num_stages: int) -> None:
     """Refuse edges that do not lead from a stage to a higher one.
 
     Raises:
-        ValueError: Names `user` and every faulty edge.
+        ValueError: There are some; `user` and all of them are named.
     """
     faulty = [f"{p}->{c}" for p, c in edges if not 0 <= p < c < num_stages]
     if faulty:
@@ -74,7 +74,7 @@ def carriers_of(
     values: Iterable[tuple[int, Iterable[int]]],
     placement: Mapping[int, int] | Sequence[int],
 ) -> list[StagePair]:
-    """Return pairs (carrier, other) of stages of which the first has to run before.
+    """Return pairs (carrier, other) of stages, the first of which has to run before.
 
     Args:
         values: The producer of each value, and its consumers.

@@ -48,7 +48,7 @@ def cells_of(text: str) -> list[list[str]]:
     """Parse what `format_grid` prints; idle cells are left out.
 
     Raises:
-        ValueError: The text is no such table.
+        ValueError: The text is not such a table.
     """
     lines = [line.split() for line in text.splitlines() if line.strip()]
     if not lines or lines[0][0] != "step":

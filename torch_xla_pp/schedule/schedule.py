@@ -15,7 +15,7 @@ from torch_xla_pp.schedule.tasks import actions_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    r"""Hold the actions of every rank, in the order in which the rank runs them.
+    r"""The actions of every rank, in the order in which the rank runs them.
 
     There are no sends or receives: they follow from the stages' edges. A schedule may
     still be wrong in itself, see `verify`.
@@ -111,7 +111,7 @@ class Schedule:
         (`(0F1;3B0)OVERLAP_F_B`, taken apart).
 
         Raises:
-            ValueError: Names all cells that hold something else.
+            ValueError: A cell holds something else; all of them are named.
         """
         actions: list[tuple[Action, ...]] = []
         faults = []
@@ -135,7 +135,7 @@ class Schedule:
             source: A file, or the table itself, which is known by its line ends.
 
         Raises:
-            ValueError: Names all cells that hold no action.
+            ValueError: A cell holds no action; all of them are named.
         """
         is_text = isinstance(source, str) and "\n" in source
         text = str(source) if is_text else Path(source).read_text()
@@ -146,7 +146,7 @@ class Schedule:
         """Parse what `str` prints.
 
         Raises:
-            ValueError: The text is no such table.
+            ValueError: The text is not such a table.
         """
         return cls.from_cells(cells_of(text))
 

@@ -8,7 +8,7 @@ from torch_xla_pp.schedule import Kind, chain_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flow:
-    """Describe values that a stage makes for each microbatch, and who uses them.
+    """Values that a stage makes for each microbatch, and who uses them.
 
     Args:
         producer: The stage that makes them.
@@ -40,7 +40,7 @@ class Flow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """Say what stages take, send and keep for one microbatch.
+    """What stages take, send and keep for one microbatch.
 
     Args:
         seconds: Stage and kind of action → what it takes, without waiting.
@@ -81,7 +81,7 @@ class Costs:
         num_bytes: int = 0,
         saved_bytes: int = 0,
     ) -> "Costs":
-        """Return those of equal stages, of which each uses the one before.
+        """Return the costs of equal stages, each of which uses the one before.
 
         Args:
             num_stages: Number of stages.
@@ -118,7 +118,7 @@ def stage_seconds(
 
 
 def chain_flows(num_stages: int, num_bytes: int = 0) -> tuple[Flow, ...]:
-    """Return the flows of stages of which each uses the one before."""
+    """Return the flows of stages each of which uses the one before."""
     return edge_flows(chain_of(num_stages), num_bytes)
 
 

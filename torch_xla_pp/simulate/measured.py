@@ -18,7 +18,7 @@ def measured_costs(
 
     An action is charged the time from the end of the one before on its rank, so that
     gaps count, which the host or a loss function may have caused. It is not charged
-    what it waited.
+    for waiting.
 
     Args:
         timelines: Steps of the same stages; several schedules together may have all
@@ -68,7 +68,7 @@ def _flows_in(timelines: Sequence[Timeline], num_stages: int) -> tuple[Flow, ...
 
 
 def measured_network(timelines: Sequence[Timeline]) -> Network:
-    """Return links on which each message takes what they took at the median.
+    """Return links on which each message takes the median of the recorded times.
 
     It holds for messages of the sizes that were recorded. A pair of ranks that sent
     nothing has the median of all.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """Describe the way from one rank to another.
+    """The link from one rank to another.
 
     Args:
         latency_s: Time that even an empty message takes.
@@ -30,7 +30,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
-    """Describe the links between all ranks.
+    """The links between all ranks.
 
     Args:
         default: Any link that `links` does not have.

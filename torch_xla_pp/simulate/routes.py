@@ -21,7 +21,7 @@ Phase = tuple[int, int]  # stage, and what of PHASES it does
 
 
 class Hop(NamedTuple):
-    """Say what one stage gives another: values or gradients, by the phase."""
+    """What one stage gives another: values or gradients, by the phase."""
 
     phase: int
     sender: int
@@ -31,7 +31,7 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stream:
-    """Describe the messages that one stage sends another.
+    """The messages that one stage sends another.
 
     Args:
         hop: Stages, phase and size.
@@ -50,7 +50,7 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routes:
-    """Hold what the actions of each stage and phase need and send.
+    """What the actions of each stage and phase need and send.
 
     Args:
         streams: All streams.

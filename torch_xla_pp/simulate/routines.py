@@ -11,14 +11,14 @@ from torch_xla_pp.timeline import Transfer
 
 @dataclass(eq=False, slots=True)
 class LinkClock:
-    """Know when a link can take the next message."""
+    """The time at which a link can take the next message."""
 
     free_s: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
 class Mailbox:
-    """Hold the messages of a stream by microbatch, and who sleeps until one comes."""
+    """The messages of a stream by microbatch, and who sleeps until one comes."""
 
     stream: Stream
     link: LinkClock
@@ -47,7 +47,7 @@ class Mailbox:
 
 @dataclass(frozen=True, slots=True)
 class Routine:
-    """Hold what all actions of one stage and kind have in common."""
+    """What all actions of one stage and kind have in common."""
 
     seconds: float
     phase: Phase

@@ -49,7 +49,7 @@ def simulate(
 
 
 class _Run:
-    """Run all ranks as far as they get."""
+    """A run of all ranks, as far as they get."""
 
     def __init__(self, schedule: Schedule, costs: Costs, routes: Routes) -> None:
         self._spans: list[list[Span]] = [[] for _ in schedule.actions]

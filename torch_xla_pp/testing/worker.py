@@ -54,8 +54,8 @@ def _end_with_parent() -> None:
     """Let the system kill this process when its parent ends.
 
     The end of the connection is only seen between tasks; a worker that hangs in a
-    collective, perhaps with the GIL, would stay for ever. The server from which it is
-    forked ends when nobody holds a certain pipe any more, so a worker must not hold it.
+    collective, perhaps holding the GIL, would stay for ever. The server from which it
+    is forked ends when nobody holds a certain pipe any more, so a worker must not.
     """
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     if sys.platform == "linux":
@@ -83,7 +83,7 @@ def _answer(
 ) -> None:
     """Send "value" and the result, or "error" and its type, text and traceback.
 
-    The arguments come pickled, since their classes may lie on `path`; the result
+    The arguments come pickled, since their classes may be on `path`; the result
     goes pickled, since the connection would share the memory of its tensors.
     """
     os.environ.update(env)

@@ -40,12 +40,12 @@ _TAIL_CHARACTERS = 3000
 
 
 class WorldsFailed(RuntimeError):
-    """Report that ranks of a run failed, with their tracebacks and output."""
+    """A run in which ranks failed, with their tracebacks and output."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Hold how one rank's function ended.
+    """The end of one rank's function: its result, or its error.
 
     Attributes:
         value: What it returned, None if it failed.
@@ -63,7 +63,7 @@ class Outcome:
 
 
 class _Worker:
-    """Own one worker process, the connection to it and the file of its output."""
+    """One worker process, the connection to it and the file of its output."""
 
     def __init__(self, num_devices: int) -> None:
         self._log = tempfile.NamedTemporaryFile()
@@ -129,7 +129,7 @@ class _Worker:
 
 
 class Worlds:
-    """Run functions in every rank of a job, in reused processes.
+    """A pool of processes that run functions in every rank of a job.
 
     Workers load the main script of the caller's process under another name, as
     `multiprocessing` does: what a script runs belongs under
@@ -211,7 +211,7 @@ class Worlds:
         timeout_s: float = 120.0,
         keep_workers: bool = False,
     ) -> list[Outcome]:
-        """Do as `run`, but return how each rank ended instead of raising.
+        """Run as `run` does, but return how each rank ended instead of raising.
 
         Raises:
             WorldsFailed: A worker could not be started.
@@ -268,7 +268,7 @@ class Worlds:
         for worker in [worker for worker in idle if not worker.is_alive()]:
             idle.remove(worker)
             worker.close()
-        # Those that were used last, which have programs at hand.
+        # Those that were used last, which have compiled programs.
         taken, idle[:] = idle[-ranks:], idle[:-ranks]
         return taken
 

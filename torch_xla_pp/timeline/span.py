@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Say when a rank ran one action.
+    """The time in which a rank ran one action.
 
     Args:
         rank: The rank.
@@ -58,7 +58,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """Say when one stage sent values to another, for one microbatch.
+    """A message from one stage to another, for one microbatch.
 
     Args:
         sender_stage: Stage that makes the values.
@@ -68,7 +68,7 @@ class Transfer:
         kind: "F" for values, "B" for their gradients, "S" for sums of gradients of
             shared parameters.
         microbatch: The microbatch.
-        sent_s: When the sender had handed them over.
+        sent_s: When the sender had sent them.
         received_s: When they were with the receiver.
         num_bytes: Their size, over all devices.
 

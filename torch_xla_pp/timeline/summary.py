@@ -16,7 +16,7 @@ from torch_xla_pp.timeline.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSummary:
-    """Say how a rank spent the step.
+    """How a rank spent the step.
 
     Args:
         busy_s: Time of work.
@@ -37,7 +37,7 @@ class RankSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EdgeSummary:
-    """Say what one stage sent another.
+    """What one stage sent another.
 
     Args:
         sender_stage: Stage that sends.
@@ -58,7 +58,7 @@ class EdgeSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """Hold the figures of a step; print it to read them.
+    """The figures of a step; print it to read them.
 
     Args:
         step_s: Time from the first start to the last end.
@@ -78,7 +78,7 @@ class Summary:
 
     @property
     def bubble_share(self) -> float:
-        """Return the share of all ranks' time that is no work."""
+        """Return the share of all ranks' time that is not work."""
         return 1.0 - self.busy_share
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ _FORMAT = "torch_xla_pp timeline 1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """Hold what the ranks ran and sent in one step, on one clock.
+    """What the ranks ran and sent in one step, on one clock.
 
     Args:
         num_ranks: Number of ranks, with or without spans.
@@ -102,7 +102,7 @@ class Timeline:
             source: A file, or the text itself, which is known by its first brace.
 
         Raises:
-            ValueError: It is no timeline.
+            ValueError: It is not a timeline.
         """
         is_text = isinstance(source, str) and source.lstrip().startswith("{")
         text = str(source) if is_text else Path(source).read_text()

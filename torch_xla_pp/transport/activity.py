@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Activity:
-    """Keep in which step and action a rank is; prints as the end of a sentence.
+    """The step and action that a rank is in; prints as the end of a sentence.
 
     Attributes:
         stages: The stages of the rank.
@@ -21,7 +21,7 @@ class Activity:
     action: str = ""
 
     def begin_step(self, number: int) -> None:
-        """Note the begin of a step."""
+        """Note the beginning of a step."""
         self.step, self.is_in_step, self.action = number, True, ""
 
     def end_step(self) -> None:

@@ -42,10 +42,10 @@ def attach_gloo(
     store: Store,
     timeout: timedelta,
 ) -> dist.ProcessGroup:
-    """Make gloo the backend of a group; it connects pairs of ranks that talk alone.
+    """Make gloo the backend of a group; it connects only pairs of ranks that talk.
 
     Returns:
-        What has the methods of a group, though it is none in torch's sense.
+        What has the methods of a group, though it is not one in torch's sense.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_default_device(lazy_init=True)]
@@ -71,7 +71,7 @@ def wrap_backend(name: str, wrap: Callable[[GroupMaker], GroupMaker]) -> None:
 
 
 def forget_group_numbers() -> None:
-    """Let the next group be called as the first.
+    """Let the next group be named like the first.
 
     torch names a group by how many it has tried to make, and ranks meet by that name.
     """

@@ -12,7 +12,7 @@ results nobody uses would be dropped. The sum of tokens keeps all their ops.
 The *route*, an operand, says where to and which message, so a program is compiled once
 for all microbatches, peers and steps. Of a value that several devices hold alike, one
 device sends and all of the receiver's devices read the one message. Where the peer
-lays a value out in another way, the route lists the pieces of `mesh.reshard`; each
+shards a value in another way, the route lists the pieces of `mesh.reshard`; each
 device then sends its own and takes what it needs from the messages of all.
 
 Laws:
@@ -74,7 +74,7 @@ def send_op(
     Args:
         route: What `InGraphTransport.send_route` returned.
         values: What to send.
-        layouts: How the values are laid out for it.
+        layouts: The layouts in which they are sent.
 
     Returns:
         The token, which the program must return.
@@ -151,7 +151,7 @@ def _alike(layouts: Sequence[ShardLayout]) -> _Content:
 def _in_pieces(
     layouts: Sequence[ShardLayout], there: Sequence[Tiling], *, is_receive: bool
 ) -> _Content:
-    """Return the rest of a route on which values are laid out anew."""
+    """Return the rest of a route on which values are resharded."""
     tilings = [layout.tiling for layout in layouts]
     source, destination = (there, tilings) if is_receive else (tilings, there)
     depth, rows = piece_table(layouts, there, is_receive=is_receive)
@@ -234,7 +234,7 @@ class InGraphTransport:
         return self
 
     def expect(self, message: Message, peer: int) -> None:
-        """Make ready for messages such as `message`, of any microbatch."""
+        """Prepare for messages such as `message`, of any microbatch."""
         if peer == self._rendezvous.rank:
             return
         direction = DIRECTIONS.index(message.direction)
@@ -401,7 +401,7 @@ class InGraphTransport:
         self._connected.add(peer)
 
     def close(self) -> None:
-        """Let what was enqueued be sent and arrive, and part from the peers."""
+        """Let what was enqueued be sent and arrive, and disconnect from the peers."""
         self.engine.settle(self._generation, self._received.total(), _CLOSE_S)
         self.engine.advance(_NEVER)
         xla_compat.wait_device()

@@ -10,14 +10,14 @@ Key = tuple[str | int, ...]
 
 
 class Parcel(NamedTuple):
-    """Hold one message: a description that pickles, and bytes as uint8 tensors."""
+    """One message: a description that pickles, and bytes as uint8 tensors."""
 
     header: Any
     parts: list[Tensor]
 
 
 class Ticket(NamedTuple):
-    """Name the message that one receive waits for.
+    """The message that one receive waits for.
 
     The nth receive from a rank by a key gets the nth message of that rank and key,
     whichever of them comes first.
@@ -30,7 +30,7 @@ class Ticket(NamedTuple):
 
 
 class Inbox:
-    """Keep parcels of one generation and later ones until they are taken.
+    """Parcels of one generation and later ones, until they are taken.
 
     Thread safe: one thread delivers, any thread takes.
     """

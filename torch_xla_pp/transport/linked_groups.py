@@ -12,7 +12,7 @@ from torch_xla_pp.transport.process_group import XlaPpProcessGroup
 class LinkedGroups:
     """The groups through which errors reach all ranks that work with this one.
 
-    What one group has told of is passed on to the other, so that an error reaches
+    What one group reports is passed on to the other, so that an error reaches
     all ranks of all replicas.
 
     Args:
@@ -35,7 +35,7 @@ class LinkedGroups:
                 group.rendezvous.link(other.rendezvous)
 
     def check(self) -> None:
-        """Raise the error that another rank has told of, if there is one."""
+        """Raise the error that another rank has reported, if there is one."""
         for group in self._groups:
             group.rendezvous.check()
 
@@ -54,7 +54,7 @@ class LinkedGroups:
 
 
 def _ranks_of(groups: Sequence[XlaPpProcessGroup]) -> str:
-    """Say what ranks are meant where a message between ranks is concerned."""
+    """Say which ranks are meant in errors about messages between ranks."""
     pipeline, replicas = map(dist.get_process_group_ranks, groups)
     return (
         "Messages count ranks within a group: those of gradient sums from a stage to "

@@ -1,7 +1,7 @@
-"""Messages between ranks on which values lie differently, cut as `mesh.reshard` says.
+"""Messages between ranks that shard values differently, cut as `mesh.reshard` says.
 
 Both sides work out the same pieces from the two tilings, so a message needs no
-description of them. `there` is always how values lie on the peer's devices.
+description of them. `there` is always the tiling of values on the peer's devices.
 """
 
 import math
@@ -17,11 +17,11 @@ from torch_xla_pp.transport.stage_transport import ShardLayout
 
 
 def are_alike(layouts: Sequence[ShardLayout], there: Sequence[Tiling] | None) -> bool:
-    """Return whether each device just needs the shard of the peer's same device.
+    """Return whether each device needs only the shard of its pair on the peer.
 
     Args:
-        layouts: How the values lie on this rank.
-        there: How they lie on the peer, None for the same.
+        layouts: Layouts of the values on this rank.
+        there: Their tilings on the peer, None for the same.
     """
     return there is None or [layout.tiling for layout in layouts] == list(there)
 
@@ -32,8 +32,8 @@ def part_sizes(
     """Return the bytes of a message's parts: shards, or all pieces of a value.
 
     Args:
-        layouts: How the values lie on this rank.
-        there: How they lie on the peer, None for the same.
+        layouts: Layouts of the values on this rank.
+        there: Their tilings on the peer, None for the same.
     """
     if are_alike(layouts, there):
         return [
@@ -47,7 +47,7 @@ def part_sizes(
 def piece_table(
     layouts: Sequence[ShardLayout], there: Sequence[Tiling], *, is_receive: bool
 ) -> tuple[int, list[int]]:
-    """Return the pieces of a message as they lie on this rank's devices.
+    """Return the pieces of a message as they are on this rank's devices.
 
     Returns:
         How many levels each piece has, and for each piece the fields and levels of a
@@ -81,8 +81,8 @@ def pack_pieces(shards: Sequence[Tensor], own: Tiling, there: Tiling) -> Tensor:
 
     Args:
         shards: Each device's shard on the host, or the one that all hold.
-        own: How the value lies on this rank.
-        there: How it lies on the peer.
+        own: Tiling of the value on this rank.
+        there: Its tiling on the peer.
     """
     parts = []
     for piece in reshard(own, there):
@@ -98,8 +98,8 @@ def unpack_pieces(data: Tensor, layout: ShardLayout, there: Tiling) -> list[Tens
 
     Args:
         data: What the peer's `pack_pieces` returned.
-        layout: How the value lies on this rank.
-        there: How it lies on the peer.
+        layout: Layout of the value on this rank.
+        there: Its tiling on the peer.
     """
     own = layout.tiling
     tiles = {t: torch.zeros(own.shard_shape, dtype=layout.dtype) for t in own.tiles}

@@ -67,7 +67,7 @@ _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
 
 
 class XlaPpProcessGroup(dist.ProcessGroup):
-    """Group of ranks, each of which is one SPMD world.
+    """A group of ranks, each of which is one SPMD world.
 
     Made by `torch.distributed.init_process_group("xla_pp")` and `new_group`. A tensor
     that is received into is filled when the work is waited for. Messages match by tag
@@ -111,7 +111,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         return BACKEND
 
     def shutdown(self) -> None:
-        """Let pending sends arrive and part from the peers."""
+        """Let pending sends arrive and disconnect from the peers."""
         self._close()
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:

@@ -10,7 +10,7 @@ Everything is told to all ranks: along the tree of `Sockets`, each rank passing 
 it hears. So nobody asks, and a rank that waits is woken by what it waits for or by
 what keeps it from coming. A rank whose connection ends without a farewell is *lost*:
 that is a failure of all, now and in every later generation. One that has *left* is a
-failure only for those that need something of it.
+failure only for those that need something from it.
 
 Not for large or frequent data: all ranks get it.
 """
@@ -32,7 +32,7 @@ from torch_xla_pp.transport.activity import Activity
 from torch_xla_pp.transport.sockets import Sockets
 
 POLL_S = 0.2
-_GRACE_S = 0.3  # messages may come later than the word that their sender has left
+_GRACE_S = 0.3  # messages may come after the notice that their sender has left
 _REPORT = "xla_pp_report"
 _SHARED_BUILTINS = ("ValueError", "TypeError", "RuntimeError")
 
@@ -48,7 +48,7 @@ class Listener(Protocol):
 
 
 class _Entry(NamedTuple):
-    """Name a value: what, of whom, and in which generation, None for any."""
+    """The key of a value: what, of whom, and in which generation, None for any."""
 
     name: str
     rank: int
@@ -56,7 +56,7 @@ class _Entry(NamedTuple):
 
 
 class _Fate(NamedTuple):
-    """Say why a rank is gone, and since when that is known here."""
+    """The reason why a rank is gone, and since when that is known here."""
 
     reason: str
     since_s: float
@@ -266,7 +266,7 @@ class Rendezvous:
             other.pass_on(report)
 
     def pass_on(self, report: str) -> None:
-        """Tell this group of a failure that another group was told of."""
+        """Report to this group a failure in another group."""
         generation = self.generation
         if report == self._last or generation in self._told:
             return
@@ -341,7 +341,7 @@ class Rendezvous:
         """Raise if one of some ranks is gone.
 
         Raises:
-            TransportError: Names it.
+            TransportError: It is; the error names it.
         """
         for rank in self._gone_of(ranks):
             raise TransportError(self._gone_text(rank))

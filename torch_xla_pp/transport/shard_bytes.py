@@ -16,7 +16,7 @@ _REPLICATED = "{replicated}"
 
 
 class Description(NamedTuple):
-    """Describe an XLA tensor so that a peer can rebuild it.
+    """What a peer needs to know of an XLA tensor to rebuild it.
 
     Attributes:
         operation: What the sender does with it; collectives compare it.

@@ -10,7 +10,7 @@ Laws:
   of connections of a rank grows with those it talks with, not with the group: it has at
   most `FANOUT` + 1 neighbours.
 * Frames from one rank to another arrive whole and in their order. To send never waits.
-* The end of a connection is the end of its rank: one that parts says farewell first,
+* The end of a connection is the end of its rank: one that leaves says farewell first,
   one that does not is lost. The system ends the connections of a process that ends in
   whatever way, also if nobody collects its exit code.
 
@@ -64,7 +64,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Sockets:
-    """Connect the ranks of one group. All of them must construct it.
+    """The connections between the ranks of one group. All of them must construct it.
 
     Receivers are called on the thread of the connections, in the order of what happens,
     and must not wait.
@@ -118,7 +118,7 @@ class Sockets:
         self._receivers[_KINDS.index(kind)] = receiver
 
     def on_gone(self, tell: Callable[[int, str, bool], None]) -> None:
-        """Call `tell` with a rank that is gone, why, and whether it did not part."""
+        """Call `tell` with a rank that is gone, the reason, and whether it is lost."""
         self._gone.append(tell)
 
     def fate(self, peer: int) -> str | None:
@@ -141,7 +141,7 @@ class Sockets:
             parts: Contiguous uint8 CPU tensors; not to be changed afterwards.
 
         Raises:
-            TransportError: The peer is gone, or this rank has parted.
+            TransportError: The peer is gone, or this rank has left.
         """
         reason = "the group was left" if self._is_closed else self.fate(peer)
         if reason is not None:

@@ -3,7 +3,7 @@
 All transports keep one protocol; `transport.table` lists them. `in_graph` sends from
 inside the XLA programs, `host` copies through the host program. In both a device's
 shard goes to the paired device of the peer's world where a value is sharded alike on
-the two, and else in the pieces that `mesh.reshard` plans.
+the two, and otherwise in the pieces that `mesh.reshard` plans.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from torch_xla_pp.text import type_text
 
 
 class Message(NamedTuple):
-    """Name what one stage sends another for one microbatch.
+    """The name of what one stage sends another for one microbatch.
 
     Attributes:
         direction: "F" for values, "B" for their gradients, "S" for sums of gradients:
@@ -50,7 +50,7 @@ class Message(NamedTuple):
 
 
 class ShardLayout(NamedTuple):
-    """Describe a value so that its receiver can build it.
+    """The layout of a value, from which its receiver can build it.
 
     Attributes:
         dtype: Its dtype.
@@ -66,7 +66,7 @@ class ShardLayout(NamedTuple):
     def of_sharding(
         cls, shape: Sequence[int], dtype: torch.dtype, args: OpShardingArgs
     ) -> "ShardLayout":
-        """Lay a value out over this rank's devices.
+        """Return the layout of a value over this rank's devices.
 
         Raises:
             ValueError: The sharding is not one over all local devices.
@@ -169,10 +169,10 @@ class StageTransport(Protocol):
 
     @property
     def in_program(self) -> ProgramOps | None:
-        """Return what programs send and receive with themselves, None if nothing."""
+        """Return the ops by which programs send and receive, None if they do not."""
 
     def expect(self, message: Message, peer: int) -> None:
-        """Make ready for messages such as `message` from group rank `peer`.
+        """Prepare for messages such as `message` from group rank `peer`.
 
         They may differ from it by the microbatch.
         """
@@ -228,7 +228,7 @@ class StageTransport(Protocol):
         """
 
     def close(self) -> None:
-        """Part from the peers, when what was sent had time to arrive."""
+        """Disconnect from the peers, when what was sent had time to arrive."""
 
 
 def no_values(message: Message) -> ValueError:

@@ -5,8 +5,8 @@ would run as far ahead as there are batches, and what they send would fill the m
 the last ones. So every rank tells those that it takes values from when a step is done,
 and a rank begins a step only when all that take its values have done the last but one.
 
-This cannot stand still: what a rank waits for is of earlier steps, which nobody's later
-ones are needed for.
+This cannot deadlock: a rank waits only for earlier steps, for which nobody's later ones
+are needed.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from torch_xla_pp.transport.inbox import Ticket
 from torch_xla_pp.transport.process_group import XlaPpProcessGroup
 
 MOST_STEPS = 2
-"""Steps of one rank that another one, which takes values of it, has not done."""
+"""How many steps a rank may be ahead of another that takes its values."""
 
 
 class StepsAhead:

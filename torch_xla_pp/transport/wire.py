@@ -3,7 +3,7 @@
 Terms: a *message* is a header and *parts*, each sent straight from the buffer that
 holds it. A *key* is any tuple of texts and numbers; messages match by (generation,
 source, key) and, among equals, by order. User tags, stage messages and collectives have
-keys of different first words.
+keys that begin with different words.
 
 Law: whatever was sent is taken by the receiver's process at once, whether or not the
 program there asks for it yet. Hence a send never waits for the peer's program.
@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Wire:
-    """Carry messages between the ranks of one group.
+    """Messages between the ranks of one group.
 
     Args:
         sockets: The connections of the group.
@@ -70,7 +70,7 @@ class Wire:
             raise self._gone(peer, f"send {_name(key)}") from error
 
     def tell(self, peer: int, key: Key) -> None:
-        """Send a message without content, which nobody needs who is gone."""
+        """Send an empty message, which a peer that is gone does not need."""
         with contextlib.suppress(TransportError):
             self._sockets.send(peer, "data", (self._rendezvous.generation, key, None))
 
@@ -95,7 +95,7 @@ class Wire:
             lambda limit_s: self._inbox.wait(ticket, limit_s),
             timeout_s,
             lambda: f"{self._rendezvous.title(source)}: recv {_name(ticket.key)}",
-            # Of a connected rank the end comes behind its messages, by the inbox.
+            # The inbox reports the end of a connected rank, after its messages.
             lambda: [] if self._sockets.is_connected(source) else [source],
         )
         parcel = self._inbox.take(ticket)
@@ -111,7 +111,7 @@ class Wire:
         self._inbox.forget_until(generation)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Send what is still to be sent, and part from every peer.
+        """Send what is still to be sent, and disconnect from every peer.
 
         Waits at most `timeout_s` seconds. What has arrived may still be received.
         """

@@ -13,11 +13,11 @@ class DoneWork(dist.Work):
     """An operation that ended before its call returned."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return at once."""
+        """Do nothing: there is nothing to wait for."""
         return True
 
     def is_completed(self) -> bool:
-        """Return True."""
+        """Return that it is; it was before this object was made."""
         return True
 
 

@@ -70,7 +70,7 @@ def batch_places(graph: fx.Graph, known: Mapping[fx.Node, Place], size: int) -> 
 
 
 def shape_of(node: Any) -> tuple[int, ...]:
-    """Return the shape of a node's value; `()` also if it is no tensor."""
+    """Return the shape of a node's value; `()` also if it is not a tensor."""
     value = node.meta.get("val")
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 

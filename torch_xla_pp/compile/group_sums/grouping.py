@@ -21,8 +21,8 @@ def grouping_of(
         world: The devices of this rank.
         inputs: What the stage takes.
         outputs: What it makes.
-        parameters: Role → how a parameter lies where it is used, and the number of its
-            dimensions. Those that are split over the batch axis have no sums per
+        parameters: Role → how a parameter is sharded where it is used, and the number
+            of its dimensions. Those that are split over the batch axis have no sums per
             group: their gradient is split from the start.
     """
     if world.layout.num_row_groups == 1:

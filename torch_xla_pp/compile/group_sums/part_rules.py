@@ -176,7 +176,7 @@ def _taken(parts: GradientParts, node: fx.Node) -> fx.Node | None:
         return None
     grad, value, *_ = source.args
     place = parts.places.get(grad)
-    # Rows are in dimension 0; a sum over others is no sum of parts.
+    # Rows are in dimension 0; a sum over others is not a sum of parts.
     if place is None or place.dim != 0:
         return None
     return _applied(parts, node, source, item, grad, [value])

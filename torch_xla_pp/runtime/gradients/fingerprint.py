@@ -11,7 +11,7 @@ from torch_xla_pp.text import type_text
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return name → a text that is equal for equal values that lie alike."""
+    """Return name → a text that is equal for equal values that are sharded alike."""
     shards = xla_compat.read_shards(list(tensors.values()))
     texts = xla_compat.sharding_texts(list(tensors.values()))
     return {
@@ -28,13 +28,13 @@ def fingerprint(value: Tensor, parts: Iterable[Tensor], sharding: str = "") -> s
     Args:
         value: Only its metadata counts.
         parts: Its data, on the host.
-        sharding: How it lies, if that is to count.
+        sharding: Its sharding, if that is to count.
     """
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         data = part.detach().contiguous().reshape(-1).view(torch.uint8)
         digest.update(data.numpy().tobytes())
-    lies = "" if sharding in ("", "{replicated}") else f" as {sharding}"
+    layout = "" if sharding in ("", "{replicated}") else f" as {sharding}"
     kind = type_text(value.shape, value.dtype)
     frozen = "" if value.requires_grad else " frozen"
-    return f"{kind}{lies}{frozen} with values {digest.hexdigest()}"
+    return f"{kind}{layout}{frozen} with values {digest.hexdigest()}"

@@ -29,8 +29,8 @@ class StageGradients:
     def end_backwards(self, programs: StagePrograms) -> None:
         """Finish what the stage does alone, and send it; after its last backward.
 
-        What the devices of this rank have is added up. To the other replicas the sums
-        travel while other stages still compute.
+        What the devices of this rank have is added up. The sums travel to the
+        other replicas while other stages still compute.
         """
         self.sums.reduce(programs)
         if self.replicas is not None:

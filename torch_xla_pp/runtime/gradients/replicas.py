@@ -3,11 +3,11 @@
 Terms: replica r of a pipeline runs on ranks of its own; the ranks that run the same
 stages are a process group, in which r is the rank. Once a step the gradients of a stage
 are averaged over that group, as `DistributedDataParallel` does. Parameters must begin
-as equal ones, and stay so under equal optimizers. Buffers belong to each replica alone.
+equal, and stay so under equal optimizers. Buffers belong to each replica alone.
 
-A *bucket* is all gradients of one dtype whose parts are on the devices of a rank alike,
-put one after another on each device. It is cut into one *chunk* for each replica, which
-averages that chunk for all: a reduce-scatter, then an all-gather. With R replicas a
+A *bucket* is all gradients of one dtype that are sharded alike over a rank's devices,
+concatenated on each device. It is cut into one *chunk* for each replica, which averages
+that chunk for all: a reduce-scatter, then an all-gather. With R replicas a
 rank sends 2 (R-1)/R of its bytes, each device's part to the same device.
 
 Laws:
@@ -82,7 +82,7 @@ class Replicas:
         return fingerprints(dict(self._module.named_parameters()))
 
     def connect(self) -> None:
-        """Make ready for messages of the other replicas."""
+        """Prepare for messages of the other replicas."""
         for peer in set(range(self.group.size())) - {self.index}:
             self.group.transport.expect(self._message, peer)
 

@@ -122,7 +122,7 @@ class GradientSums:
     def publish(self) -> None:
         """Make the sums the parameters' `.grad`; called once, when a step is done."""
         for role, value in self._state.fixed.items():
-            # Of a frozen one with copies elsewhere there may be a sum.
+            # A frozen one with copies elsewhere may have a sum, too.
             if accumulator(role) in self._sums and value.requires_grad:
                 value.grad = self._sums[accumulator(role)]
         self._sums = {}
@@ -148,7 +148,7 @@ class SumPrograms:
     def __init__(self, summed: SummedGrads) -> None:
         self.summed = summed
         self.sizes: dict[str, int] = {}
-        # By the parameters that have a gradient already.
+        # Keyed by the parameters that have a gradient already.
         self._starts: dict[tuple[str, ...], Program] = {}
         self._reductions: dict[tuple[str, ...], Program] = {}
 
@@ -166,7 +166,7 @@ class SumPrograms:
 
         Args:
             parameters: Role → parameter.
-            grads: Role → gradient that a parameter has already, laid out like it.
+            grads: Role → gradient that a parameter has already, sharded like it.
 
         Returns:
             A sum for each parameter that gets a gradient.
@@ -196,10 +196,10 @@ class SumPrograms:
 
         Args:
             sums: All sums; those per group are void afterwards.
-            grads: Role → gradient that a parameter has already, laid out like it.
+            grads: Role → gradient that a parameter has already, sharded like it.
 
         Returns:
-            The sums that were per group, laid out like their parameters.
+            The sums that were per group, sharded like their parameters.
         """
         groups = self.summed.groups
         given = tuple(role for role in groups if role in grads)

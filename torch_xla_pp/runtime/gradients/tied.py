@@ -122,7 +122,7 @@ def check_separate(modules: Mapping[int, nn.Module]) -> None:
     """Refuse a parameter that several stages of a rank have, by stage.
 
     Raises:
-        PipelineError: Names them.
+        PipelineError: There are some; all of them are named.
     """
     found: dict[nn.Parameter, list[str]] = {}
     for stage, module in modules.items():

@@ -5,7 +5,7 @@ def check_counts(builder: str, **counts: int) -> None:
     """Refuse counts below one, all at once.
 
     Raises:
-        ValueError: Names the builder and every such count.
+        ValueError: There are some; the builder and all of them are named.
     """
     faults = [f"{name}={count}" for name, count in counts.items() if count < 1]
     if faults:

@@ -67,7 +67,7 @@ def dag_1f1b(
 
 @dataclass(kw_only=True, slots=True)
 class _Simulation:
-    """Know how many forwards and backwards each stage has finished.
+    """The numbers of forwards and backwards that each stage has finished.
 
     Every stage takes the microbatches in order, so that the counts say all.
     """

@@ -174,7 +174,7 @@ def _in_rounds(
 def _round_size(
     builder: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
 ) -> int:
-    """Return how many microbatches a round has: as near to the ranks as it gets."""
+    """Return how many microbatches a round has: as near to the ranks as possible."""
     check_counts(
         builder,
         num_ranks=num_ranks,

@@ -3,7 +3,7 @@
 Rank r of P has stage r on the way down, here called *a*, and stage 2P - 1 - r on the
 way up, *b*: the last stage is on the rank of the first. A rank's order is written as
 phases, each a pattern that is repeated; `aF bI` is the next forward of stage a, then
-the next backward of stage b by its inputs. Microbatches are counted per stage.
+the next backward of stage b for its inputs. Microbatches are counted per stage.
 """
 
 from collections.abc import Iterable

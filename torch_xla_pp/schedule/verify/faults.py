@@ -11,7 +11,7 @@ from torch_xla_pp.schedule.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """Describe one fault.
+    """One fault of a schedule.
 
     Args:
         text: What was expected, what was found, and what to do.

@@ -8,12 +8,12 @@ from torch_xla_pp.schedule.action import Action, Kind
 from torch_xla_pp.schedule.schedule import Schedule
 from torch_xla_pp.schedule.verify.faults import Fault
 
-# Stage, kind and microbatch of an action: looked up several times faster than it.
+# Stage, kind and microbatch of an action; faster to look up than an `Action`.
 ActionKey = tuple[int, Kind, int]
 
 
 class Position(NamedTuple):
-    """Say where an action is: on which rank, and its number there."""
+    """The place of an action: its rank, and its number there."""
 
     rank: int
     step: int
@@ -21,7 +21,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lookup:
-    """Find the actions of a schedule.
+    """The actions of a schedule, and where they are.
 
     Args:
         schedule: The schedule.

@@ -10,7 +10,7 @@ from torch_xla_pp.schedule.verify.waiting import find_cycle
 
 
 class Dependency(NamedTuple):
-    """State that one action has to come before another, and why."""
+    """An action that has to come before another one, and why."""
 
     before: ActionKey
     after: ActionKey

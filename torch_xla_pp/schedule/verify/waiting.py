@@ -36,7 +36,7 @@ def find_cycle(
 def _run(
     rows: Sequence[Sequence[ActionKey]], waits: Mapping[ActionKey, Sequence[ActionKey]]
 ) -> dict[int, tuple[int, ActionKey]]:
-    """Run all ranks as far as they get; return the step and the wish of stuck ones."""
+    """Run all ranks as far as they get; return where ranks are blocked, and by what."""
     steps = [0] * len(rows)
     done: set[ActionKey] = set()
     sleepers: defaultdict[ActionKey, list[int]] = defaultdict(list)
