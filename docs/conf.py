@@ -25,12 +25,13 @@ autodoc_typehints_format = "short"
 
 # Every reference to our own names must lead somewhere; those to others are texts.
 nitpicky = True
-# Taken by constructors that users do not call.
+# Made and taken by the package alone.
 nitpick_ignore = [
-    ("py:class", "torch_xla_pp.checkpoint.parts.Stage"),
+    ("py:class", "torch_xla_pp.checkpoint.parts.SavedStage"),
+    ("py:class", "torch_xla_pp.graph.captured.Baked"),
     ("py:class", "torch_xla_pp.graph.prepare.Prepared"),
     ("py:class", "torch_xla_pp.mesh.job_axes.MeshLayout"),
-    ("py:class", "torch_xla_pp.graph.captured.Baked"),
+    ("py:class", "torch_xla_pp.runtime.stage_model.TracedModel"),
     ("py:class", "torch_xla_pp.timeline.timeline.Timeline"),
     ("py:class", "torch_xla_pp.transport.process_group.XlaPpProcessGroup"),
     ("py:class", "torch_xla_pp.transport.rendezvous.Rendezvous"),

@@ -34,6 +34,8 @@ PLAIN = {"schedule", "timeline", "simulate"}
 EFFECTS = ("torch_xla", "_XLAC", "torch.distributed")
 XLA_PRIVATE = "xla_compat.py"
 GROUPS_PRIVATE = "transport/gloo_compat.py"
+# Private modules of torch that have no public counterpart, and are used anywhere.
+ANYWHERE = ("torch.utils._pytree", "torch._ops", "torch._subclasses.fake_tensor")
 
 
 def imports_of(source: str) -> Iterator[tuple[str, list[str]]]:
@@ -130,6 +132,20 @@ def privates_of_groups(source: str) -> list[str]:
     return found
 
 
+def privates_of_torch(source: str) -> set[str]:
+    """Return what a file imports of torch's private modules, or by private names."""
+    found = set()
+    for module, names in imports_of(source):
+        if is_in(module, "torch"):
+            found |= {f"{module}.{name}" for name in names} or {module}
+    return {
+        name
+        for name in found
+        if any(part.startswith("_") for part in name.split("."))
+        and not any(is_in(name, public) for public in ANYWHERE)
+    }
+
+
 def names_in(source: str) -> set[str]:
     """Return the identifiers of a file, without comments and texts."""
     names = set()
@@ -179,6 +195,29 @@ def test_the_package_keeps_its_layers() -> None:
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     assert cycles_in(ROOT) == []
+
+
+def test_what_torch_does_not_promise_is_imported_by_one_file_each() -> None:
+    listed = (ROOT.parent / "CONTRIBUTING.md").read_text()
+    homes: dict[str, list[str]] = {}
+    for file in files():
+        path = str(file.relative_to(ROOT))
+        # The worker of tests imports modules early, and uses nothing of them.
+        if not path.startswith("testing/"):
+            for name in privates_of_torch(file.read_text()):
+                homes.setdefault(name, []).append(path)
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+    assert len(homes) > 9
+    assert {p for (p,) in homes.values() if f"| `{p}` |" not in listed} == set()
+
+
+def test_imports_of_private_parts_of_torch_are_found() -> None:
+    source = (
+        "import torch._decomp\nfrom torch.utils import _pytree\n"
+        "from torch.a import _b\nfrom torch import nn\n"
+        "from torch._ops import OpOverload\nimport torch_x._c\n"
+    )
+    assert privates_of_torch(source) == {"torch._decomp", "torch.a._b"}
 
 
 def test_every_name_in_the_layers_is_there() -> None:

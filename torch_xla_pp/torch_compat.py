@@ -371,7 +371,7 @@ class SilentStage(_PipelineStageBase):
         return ()
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Do nothing: gradients were scaled on their way, see `runtime.stage`."""
+        """Do nothing: gradients were scaled on their way, see `runtime.rank`."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return nothing: the forward receives by itself."""

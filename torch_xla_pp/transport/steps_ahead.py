@@ -24,7 +24,7 @@ class StepsAhead:
 
     Args:
         group: The ranks of the pipeline.
-        key: Name of the schedule's handshake, equal on all ranks.
+        key: Name of the schedule's agreement, equal on all ranks.
         sources: Ranks that this one takes values from.
         takers: Ranks that take values of this one.
     """
