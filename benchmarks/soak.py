@@ -7,11 +7,13 @@ Two ranks of two devices train a small model whose batches have several sizes, e
 every 100 steps, and save every 500, asynchronously. Every 250 steps each rank notes its
 resident memory, open files, threads, and how many programs it has compiled. After the
 first 500 steps none of them may grow, and no step that does nothing else may take more
-than 20 times the median: such steps are listed with what the machine did meanwhile,
-namely how long the process waited for a core.
+than 20 times the median: such steps are listed with what the process did meanwhile,
+namely how long it waited for a core, how long Python collected garbage, and how many
+programs it compiled.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import tempfile
@@ -56,14 +58,17 @@ def train(num_steps: int, folder: str) -> dict[str, Any]:
         if losses:
             float(losses[-1])
 
-    notes, times, waits = [note(0)], [], []
+    spent = Spent()
+    gc.callbacks.append(spent.collected)
+    notes, times, causes = [note(0)], [], []
     for step in range(1, num_steps + 1):
-        begin, waited = time.perf_counter(), wait_s()
+        begin, before = time.perf_counter(), spent.now()
         run(schedule.step, step)
         optimizer.step()
         optimizer.zero_grad()
         times.append(time.perf_counter() - begin)
-        waits.append(wait_s() - waited)
+        pairs = zip(spent.now().items(), before.values(), strict=True)
+        causes.append({name: after - value for (name, after), value in pairs})
         if step % EVAL_EVERY == 0:
             run(schedule.eval, step)
         if step % SAVE_EVERY == 0:
@@ -73,9 +78,10 @@ def train(num_steps: int, folder: str) -> dict[str, Any]:
             notes.append(note(step))
     checkpoint.save(state, Path(folder) / f"step-{num_steps + 1}", keep_last=2)
     dist.destroy_process_group()
+    gc.callbacks.remove(spent.collected)
     median = statistics.median(times[SETTLED:] or times)
     slow = [
-        {"step": step, "times": times[step - 1] / median, "waited_s": waits[step - 1]}
+        {"step": step, "times": times[step - 1] / median, **causes[step - 1]}
         for step in range(SETTLED + 1, num_steps + 1)
         if times[step - 1] > SLOW * median
     ]
@@ -113,9 +119,29 @@ def note(step: int) -> dict[str, int]:
     }
 
 
-def wait_s() -> float:
-    """Return how long the main thread was ready to run and had no core, so far."""
-    return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+class Spent:
+    """What may make a step slow, summed up so far."""
+
+    def __init__(self) -> None:
+        self._collect_s = self._begin_s = 0.0
+
+    def collected(self, phase: str, _: dict[str, int]) -> None:
+        """Take the time of a collection of garbage; called by Python."""
+        if phase == "start":
+            self._begin_s = time.perf_counter()
+        else:
+            self._collect_s += time.perf_counter() - self._begin_s
+
+    def now(self) -> dict[str, float]:
+        """Return the seconds without a core and in collections, and the programs."""
+        from torch_xla.debug import metrics
+
+        schedule = Path("/proc/self/schedstat").read_text().split()
+        return {
+            "waited_s": int(schedule[1]) / 1e9,
+            "collect_s": self._collect_s,
+            "programs": metrics.counter_value("UncachedCompile") or 0,
+        }
 
 
 def main() -> None:
@@ -150,8 +176,9 @@ def main() -> None:
             )
         for row in own["slow"]:
             print(
-                f"   step {row['step']} took {row['times']:.0f} times the median, of "
-                f"which it waited {row['waited_s']:.2f} s for a core"
+                f"   step {row['step']} took {row['times']:.0f} times the median: "
+                f"waited {row['waited_s']:.2f} s for a core, collected garbage for "
+                f"{row['collect_s']:.2f} s, compiled {row['programs']} programs"
             )
 
 

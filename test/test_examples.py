@@ -30,11 +30,11 @@ def test_train_gpt_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """At another schedule, and ends as if there had been no break."""
     script = ROOT / "examples" / "train_gpt.py"
     small = (*SMALL, "--checkpoint", str(tmp_path))
-    torchrun(script, *small, "--steps", "3", ranks=2, devices=1)
+    torchrun(script, *small, "--steps", "3", ranks=2, devices=2)
     assert latest(tmp_path) == tmp_path / "step-3"
     more = ("--schedule", "ZBVZeroBubble")
     resumed, whole = (
-        torchrun(script, *args, *more, ranks=2, devices=1) for args in (small, SMALL)
+        torchrun(script, *args, *more, ranks=2, devices=2) for args in (small, SMALL)
     )
     assert latest(tmp_path) == tmp_path / "step-6"
     found, expected = (text.strip().split()[-1] for text in (resumed, whole))

@@ -31,7 +31,6 @@ from torch_xla_pp.transport import Rendezvous, XlaPpProcessGroup
 
 _logger = logging.getLogger(__name__)
 
-_NUM_THREADS = 2  # one reads from the devices while the other one writes
 
 Saved = State | Mapping[str, Any]
 
@@ -186,7 +185,7 @@ class _Saving:
         self.future: Future[Path] = Future()
         self._keep_last = keep_last
         self._rendezvous: Rendezvous = group.rendezvous
-        self._writer = Writer(folders.partial_of(path), thread_count=_NUM_THREADS)
+        self._writer = Writer(folders.partial_of(path))
         self._planner = SavePlanner(shares=True)
 
     def agree(self, state: Saved) -> None:

@@ -50,11 +50,10 @@ class Writer(FileSystemWriter):
 
     Args:
         path: A folder, made if it is not there.
-        thread_count: How many files this rank writes at once.
     """
 
-    def __init__(self, path: Path, thread_count: int = 1) -> None:
-        super().__init__(path, thread_count=thread_count)
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
         self._files = self.fs = _Files()
 
     def write_data(
