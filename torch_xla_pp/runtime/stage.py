@@ -53,10 +53,10 @@ from torch_xla_pp.transport import of_group
 class PipelineStage(SilentStage):
     """A module as one stage of a pipeline.
 
-    Takes what `torch.distributed.pipelining.PipelineStage` takes, and how to
-    shard values over the local devices. Made by hand or by `Pipe.build_stage`. All ranks
-    of `group` must make their stages and drive them with equal schedules. A third of
-    this class is what its arguments mean, which is said here alone.
+    Takes what `torch.distributed.pipelining.PipelineStage` takes, and how to shard
+    values over the local devices. Made by hand or by `Pipe.build_stage`. All ranks of
+    `group` must make their stages and drive them with equal schedules. A third of this
+    class is what its arguments mean, which is said here alone.
 
     Args:
         submodule: The stage's module; on the host, on meta, or on the XLA device;
