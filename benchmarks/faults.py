@@ -272,19 +272,25 @@ def _faults_of(
 
 def _leftovers() -> set[str]:
     """Return shared memory and files of UCX and of this package that are there."""
-    files = {str(path) for path in Path("/dev/shm").glob("*")}
-    memory = {f"left: {path}" for path in files - _used()}
+    used, memory = _used(), set()
+    for path in Path("/dev/shm").glob("*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_ino not in used:
+                memory.add(f"left: {path}")
     names = ("ucx*", "xpp*", "torch_xla_pp*")
     return memory | {f"left: {p}" for name in names for p in Path("/tmp").glob(name)}
 
 
-def _used() -> set[str]:
-    """Return the shared memory that processes have, such as those of other jobs."""
+def _used() -> set[int]:
+    """Return the numbers of shared memory that processes have, of other jobs, too.
+
+    Names do not tell: glibc renames a semaphore after it was mapped.
+    """
     found = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             lines = maps.read_text().splitlines()
-            found |= {line.split()[-1] for line in lines if "/dev/shm/" in line}
+            found |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
     return found
 
 
