@@ -103,7 +103,7 @@ class StepPlans:
         plan = self._agreement.plan(
             stage.planner, number, self._num_microbatches, args, kwargs
         )
-        compilers = [kinds[stage.index].compiler for kinds in self._known.values()]
+        compilers = self._compilers(stage.index)
         like = [compiler for compiler in compilers if plan.is_like(compiler.plan)]
         compiler = like[0] if like else stage.compiler(plan)
         kind = StageKind(plan=plan, compiler=compiler)
@@ -126,10 +126,7 @@ class StepPlans:
 
     def _warn_of_many(self, stage: int) -> None:
         """Warn when a stage has programs for more and more kinds of steps."""
-        compilers = {
-            id(x): x for x in (k[stage].compiler for k in self._known.values())
-        }
-        count = sum(len(compiler.compiled) for compiler in compilers.values())
+        count = sum(len(compiler.compiled) for compiler in self._compilers(stage))
         if count > max(_MANY_PLANS, self._num_compiled.get(stage, 0)):
             _logger.warning(
                 "stage %d: programs for %d kinds of steps (shapes, other arguments, "
