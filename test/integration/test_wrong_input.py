@@ -110,6 +110,29 @@ def test_a_batch_that_cannot_be_cut(worlds: Worlds, kind: str, expected: str) ->
     assert "(raised on rank 0): stage 0, step 1" in second
 
 
+def counted_after_a_refused_batch() -> int:
+    """Rank 0 refuses a batch before it counts the step, which rank 1 has begun."""
+    job = Job(frontend="manual", devices=2)
+    stages = stages_of(job)
+    schedule = Schedule1F1B(stages[0], 4, loss_fn=loss_fn)
+    mesh = xs.Mesh(np.arange(2), (2,), ("data",))
+    run_step(job, schedule, stages, *batch(job, 0))
+    # The other rank must not hear of the next step in this one.
+    dist.barrier()
+    with pytest.raises(TypeError, match="expected plain tensors"):
+        if dist.get_rank():
+            run_step(job, schedule, stages, *batch(job, 1))
+        tokens = batch(job, 1)[0].to(xpp.device())
+        schedule.step(xs.mark_sharding(tokens, mesh, ("data", None)))
+    run_step(job, schedule, stages, *batch(job, 2))
+    return int(stages[0].num_steps)
+
+
+def test_ranks_number_steps_alike_after_one_was_refused(worlds: Worlds) -> None:
+    """Random numbers depend on the number."""
+    assert worlds.run(counted_after_a_refused_batch, ranks=2, devices=2) == [2, 2]
+
+
 def wrapped_for_data_parallelism() -> None:
     dist.init_process_group("xla_pp")
     module = DistributedDataParallel(nn.Linear(2, 2))
