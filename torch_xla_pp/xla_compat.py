@@ -269,9 +269,10 @@ def read_ready(tensor: Tensor) -> list[Tensor]:
 
 
 def wait_launched(tensor: Tensor) -> None:
-    """Wait until the program that computes a value is launched; any thread may call.
+    """Wait until the program before is launched; any thread may call.
 
-    Before, `read_ready` may find no buffer behind it.
+    Before, `read_ready` may find no buffer behind what that program computes. Nothing
+    may have to be computed for `tensor`.
     """
     _XLAC._xla_sync_multi([tensor], [], False, True)
 
@@ -442,14 +443,19 @@ def run_graph(graph_hash: GraphHash, parameters: Sequence[Tensor]) -> list[Tenso
     """Enqueue a compiled graph on `parameters`, which must be device data.
 
     The call waits for the launch of the program before, which lasts as long as that
-    program where XLA takes it for cheap, and keeps the interpreter's lock meanwhile. So
-    that other threads of Python go on, the wait is done before, without the lock, by
-    asking for values that are there.
+    program where XLA takes it for cheap, and keeps the interpreter's lock meanwhile: if
+    that one receives a value, the sender might never hear of what this rank has told
+    it. So the wait is done before, without the lock, whatever the parameters are.
     """
     _in_flight().add_one()
-    if parameters:
-        _XLAC._xla_sync_multi([parameters[0]], [], False, True)
+    wait_launched(_any_data())
     return list(_XLAC._run_cached_graph(graph_hash, list(parameters)))
+
+
+@functools.cache
+def _any_data() -> Tensor:
+    """Return a value that is on the device."""
+    return replicate(torch.zeros(1))
 
 
 def seed_id() -> int:

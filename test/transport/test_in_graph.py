@@ -109,6 +109,34 @@ def test_every_message_is_received_also_if_nobody_needs_it(worlds: Worlds) -> No
     worlds.run(nothing_but_empty_values, ranks=2, devices=2, keep_workers=True)
 
 
+def made_of_nothing() -> xla_compat.GraphHash:
+    """Compile a program without parameters."""
+    return xla_compat.compile_graph([torch.ones(3, device="xla") + 1]).hash
+
+
+def tell_and_run() -> None:
+    """Run a program behind one that receives what comes once the sender was told."""
+    group, transport, peer = join()
+    graph = made_of_nothing()
+    laid_out = [ShardLayout.of_tensor(on_device(torch.zeros(3)))]
+    for number in range(20):
+        name = f"turn {number}"
+        if group.rank() == 0:
+            transport.recv(NAME, peer, laid_out)
+            group.rendezvous.announce(name, None)
+            xla_compat.run_graph(graph, [])
+        else:
+            group.rendezvous.take(name, peer, 20)
+            transport.send(NAME, peer, [on_device(torch.ones(3))])
+    transport.settle()
+    dist.barrier()
+
+
+def test_what_a_rank_told_is_heard_while_it_waits_for_a_program(worlds: Worlds) -> None:
+    """Programs of one device run on the thread that launches the next one."""
+    worlds.run(tell_and_run, ranks=2, devices=1, timeout_s=60)
+
+
 def wrong_value() -> None:
     group, transport, peer = join()
     route = transport.send_route(NAME, peer, layouts())
