@@ -3,9 +3,9 @@
     python benchmarks/stress.py
     python benchmarks/stress.py --cases eval 1F1B-32 --devices 2 --loads 4 --json
 
-Every run is a job of its own: ranks of virtual devices whose programs have collectives
-(weights are split over half of the devices, batches over the other half, or over all of
-them), and whose batches are on the devices when they are cut. Columns, as the JSON
+Every run is a job of its own: ranks of virtual devices, several of which have programs
+with collectives (weights are split over half of the devices, batches over the other
+half, or over all of them), and whose batches are on the devices when they are cut. Columns, as the JSON
 names them:
 
 case, devices: What is run, see `CASES`, on ranks of so many devices.
@@ -255,9 +255,9 @@ def main() -> None:
     """Run the cells that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--devices", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--devices", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--loads", nargs="+", type=int, default=[0, 4])
-    parser.add_argument("--runs", type=int, default=5, help="of each cell")
+    parser.add_argument("--runs", type=int, default=4, help="of each cell")
     parser.add_argument("--timeout", type=float, default=600, help="seconds of a run")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

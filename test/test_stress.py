@@ -17,8 +17,13 @@ SHORT = {
 }
 
 
-@pytest.mark.parametrize("name", SHORT)
-def test_nothing_dies_or_hangs_beside_busy_loops(worlds: Worlds, name: str) -> None:
-    case = SHORT[name]
+@pytest.mark.parametrize(
+    ("name", "devices"), [("train", 1), *((name, 2) for name in SHORT)]
+)
+def test_nothing_dies_or_hangs_beside_busy_loops(
+    worlds: Worlds, name: str, devices: int
+) -> None:
+    case = SHORT.get(name) or stress.CASES[name]
+    args = (case, devices)
     with stress.busy_loops(4):
-        worlds.run(stress.run_case, ranks=case.ranks, devices=2, args=(case, 2))
+        worlds.run(stress.run_case, ranks=case.ranks, devices=devices, args=args)
