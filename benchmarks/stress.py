@@ -5,8 +5,8 @@
 
 Every run is a job of its own: ranks of virtual devices, several of which have programs
 with collectives (weights are split over half of the devices, batches over the other
-half, or over all of them), and whose batches are on the devices when they are cut. Columns, as the JSON
-names them:
+half, or over all of them), and whose batches are on the devices when they are cut.
+Columns, as the JSON names them:
 
 case, devices: What is run, see `CASES`, on ranks of so many devices.
 load: Busy loops that run beside it, on all cores.
