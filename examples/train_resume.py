@@ -65,10 +65,6 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5, help="steps between two saves")
     args = parser.parse_args()
 
-    # Only noted: the ranks must leave after the same step.
-    asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-
     dist.init_process_group("xla_pp")
     rank, ranks, device = dist.get_rank(), dist.get_world_size(), xpp.device()
     devices = int(os.environ.get("CPU_NUM_DEVICES", "1"))
@@ -92,6 +88,11 @@ def main() -> None:
         checkpoint.load(state, last)
     args.folder.mkdir(parents=True, exist_ok=True)
     log = (args.folder / "losses.txt").open("a") if stage.is_last else None
+
+    # From here on there is something to save. The signal is only noted: the ranks must
+    # leave after the same step.
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
 
     mean = float("nan")
     while progress["step"] < args.steps:

@@ -8,14 +8,17 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-def torchrun(script: Path, *args: str, ranks: int, devices: int) -> str:
+def torchrun(
+    script: Path, *args: str, ranks: int, devices: int, restarts: int = 0
+) -> str:
     """Run a script under torchrun and return what it printed.
 
     Raises:
         AssertionError: It failed; shows its output.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), str(script), *args]
+    command += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+    command += [str(script), *args]
     env = os.environ | {"CPU_NUM_DEVICES": str(devices), "PJRT_DEVICE": "CPU"}
     with subprocess.Popen(
         command,

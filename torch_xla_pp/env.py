@@ -192,6 +192,19 @@ def master_host() -> str:
     return os.environ.get("MASTER_ADDR", "")
 
 
+def launch() -> str:
+    """Return what tells this launch of the job from others, as torchrun numbers them.
+
+    When torchrun starts ranks again, as one has failed or hosts have come or gone, it
+    keeps the store: what the ranks before have set there is found by those after them.
+    """
+    size, attempt = (
+        os.environ.get(name, "0")
+        for name in ("WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+    )
+    return f"{size} ranks, attempt {attempt}"
+
+
 def cache_dir() -> Path:
     """Return where facts about installed libraries are kept between runs."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

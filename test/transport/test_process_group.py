@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from jobs import Spec, assert_same, gathers, on_device, start
 from torch import Tensor
+from torchrun import torchrun
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.testing import Worlds
@@ -55,6 +57,34 @@ def cases() -> list[tuple[Tensor, Spec | None]]:
         (counted(4, 4), (None, None)),
         (counted(2, 3, 4), (None, None, "a")),
     ]
+
+
+RESTARTED = """
+import os, signal, time
+import torch
+import torch.distributed as dist
+from torch_xla_pp.transport import of_group
+
+rank, attempt = (int(os.environ[n]) for n in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
+if attempt and rank == 0:
+    time.sleep(2)
+dist.init_process_group("xla_pp")
+group = of_group(None)
+total = torch.ones(())
+dist.all_reduce(total)
+assert total == 2 and group.rendezvous.exchange("attempt", attempt) == [attempt] * 2
+if not attempt and rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_that_are_started_again_find_each_other(tmp_path: Path) -> None:
+    """torchrun keeps the store, with the addresses of ranks that are gone."""
+    script = tmp_path / "restarted.py"
+    script.write_text(RESTARTED)
+    torchrun(script, ranks=2, devices=1, restarts=1)
 
 
 # --- point to point

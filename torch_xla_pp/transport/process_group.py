@@ -82,6 +82,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         # Not with the store: torch refuses that for Python subclasses.
         super().__init__(rank, size)  # type: ignore[call-arg]
+        store = PrefixStore(f"{env.launch()}/", store)
         store_of_gloo = PrefixStore("gloo/", store)
         self._gloo = attach_gloo(self, ("cpu", "xla"), store_of_gloo, timeout)
         job_rank = dist.get_rank() if dist.is_initialized() else rank
