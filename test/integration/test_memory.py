@@ -1,5 +1,6 @@
 """A stage keeps no more alive than its schedule implies, and says how much it is."""
 
+import statistics
 import time
 import weakref
 from pathlib import Path
@@ -123,8 +124,8 @@ def size_of_process(what: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def peak_beside_the_process(schedule: str) -> tuple[Any, int, int, int]:
-    """Return the report, and what the process took for a step beside what stays.
+def peak_beside_the_process(schedule: str) -> tuple[Any, list[int], int, int]:
+    """Return the report, and what the process took for steps beside what stays.
 
     Then the bytes of parameters, and of the state of AdamW.
     """
@@ -135,7 +136,7 @@ def peak_beside_the_process(schedule: str) -> tuple[Any, int, int, int]:
     optimizer = torch.optim.AdamW(stage.submod.parameters())
     x, y = torch.randn(4 * 256, 128), torch.zeros(4 * 256, dtype=torch.long)
     idle, most = [], []
-    for _ in range(6):
+    for _ in range(8):
         xla_compat.wait_device()
         time.sleep(0.5)  # other threads free what the optimizer's program has read
         idle.append(size_of_process("VmRSS"))
@@ -150,21 +151,21 @@ def peak_beside_the_process(schedule: str) -> tuple[Any, int, int, int]:
     state = [v for p in values for v in optimizer.state[p].values() if v.is_xla]
     bytes_of = [sum(4 * v.numel() for v in group) for group in (values, state)]
     # The first steps compile, and those of the optimizer copy.
-    taken = max(most[3:]) - min(idle[3:])
+    taken = [peak - min(idle[3:]) for peak in most[3:]]
     return stage.peak_memory(), taken, *bytes_of
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
 def test_the_peak_is_what_the_process_takes(worlds: Worlds, schedule: str) -> None:
-    # XLA may take memory for a program before the one before has given back its own.
-    runs = [
-        worlds.run(peak_beside_the_process, ranks=1, args=(schedule,))[0]
-        for _ in range(3)
-    ]
-    memory, taken, parameters, state = min(runs, key=lambda run: run[1])
+    ((memory, taken, parameters, state),) = worlds.run(
+        peak_beside_the_process, ranks=1, args=(schedule,)
+    )
     assert memory.optimizer_bytes == state >= 2 * parameters
     assert memory.state_bytes == 2 * parameters
     # Beside what stays between steps: sums, and what programs need.
     expected = memory.peak_bytes - parameters - state
-    assert taken == pytest.approx(expected, rel=0.1)
+    assert statistics.median(taken) == pytest.approx(expected, rel=0.1)
+    # In some steps XLA takes memory for a program before the one before has given back
+    # what it has read, here a weight at most.
+    assert max(taken) < 1.1 * expected + parameters
     assert memory.active_bytes > memory.saved_bytes
