@@ -1,6 +1,7 @@
 """Ranks agree, and learn of each other's errors; here they share one process."""
 
 import contextlib
+import functools
 import socket
 import threading
 import time
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch._C._distributed_c10d import HashStore
 
 from torch_xla_pp.errors import (
@@ -318,3 +320,17 @@ def test_a_rank_that_is_lost_is_a_failure_of_all_and_stays_one() -> None:
     for rank in (a, b):
         with pytest.raises(TransportError, match="rank 2 is gone"):
             rank.check()
+
+
+def test_ranks_that_leave_together_do_not_wait_for_each_other() -> None:
+    """Each may hear the other's farewell before its own is written."""
+    part = torch.zeros(1 << 20, dtype=torch.uint8)
+    for _ in range(100):
+        pair = sockets_of(2)
+        for sockets in pair:
+            sockets.on("data", lambda *frame: None)
+            sockets.open()
+        pair[0].send(1, "data", 0, [part])
+        pair[1].send(0, "data", 1, [part])
+        calls = [functools.partial(sockets.close, 3.0) for sockets in pair]
+        assert together(calls) == [True, True]

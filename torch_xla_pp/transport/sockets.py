@@ -227,6 +227,7 @@ class Sockets:
                 await self._loop.sock_sendall(connection, hello)
             except OSError as error:
                 self._end(peer, f"it cannot be reached ({error})", is_lost=True)
+                link.end()
                 return
             await self._serve(peer, link, connection)
 
@@ -266,6 +267,7 @@ class Sockets:
         finally:
             writing.cancel()
             await asyncio.wait([writing])
+            link.end()
 
     # Reading and writing.
 
@@ -374,12 +376,14 @@ class _Link:
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._is_over = False
 
     def put(self, frame: list[bytes | memoryview]) -> None:
-        """Append a frame."""
-        self._frames.append(frame)
-        self._idle.clear()
-        self._changed.set()
+        """Append a frame, unless the peer is gone."""
+        if not self._is_over:
+            self._frames.append(frame)
+            self._idle.clear()
+            self._changed.set()
 
     async def take(self) -> list[bytes | memoryview]:
         """Wait for a frame and remove it."""
@@ -393,8 +397,14 @@ class _Link:
         if not self._frames:
             self._idle.set()
 
+    def end(self) -> None:
+        """Forget what is to be sent, as the peer is gone and needs none of it."""
+        self._is_over = True
+        self._frames.clear()
+        self._idle.set()
+
     async def all_done(self) -> None:
-        """Wait until all frames have been written."""
+        """Wait until all frames have been written, or the peer is gone."""
         await self._idle.wait()
 
 
