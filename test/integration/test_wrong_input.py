@@ -62,10 +62,29 @@ def uneven_batch() -> None:
 
 
 def test_a_batch_that_does_not_divide_into_microbatches(worlds: Worlds) -> None:
+    """The ranks of the first and of the last stage see it, whichever is first."""
     for text in raised_on_every_rank(worlds, uneven_batch):
-        assert text.startswith("StageShapeError: stage 0, microbatch 3: expected")
-        assert "(int64[2, 3]), got (int64[1, 3])" in text
+        assert text.startswith(
+            (
+                "StageShapeError: stage 0, microbatch 3: expected arguments "
+                "(int64[2, 3]), got (int64[1, 3]). ",
+                "StageShapeError: target: expected [2, 3], as in the first microbatch, "
+                "got [1, 3]. ",
+            )
+        )
         assert "Use a batch that divides into equal microbatches" in text
+
+
+def uneven_target() -> None:
+    stages = stages_of(JOB)
+    schedule = Schedule1F1B(stages[0], 4, loss_fn=loss_fn)
+    x, y = batch(JOB, 0)
+    run_step(JOB, schedule, stages, x, y[:7])
+
+
+def test_a_target_that_does_not_divide_into_microbatches(worlds: Worlds) -> None:
+    for text in raised_on_every_rank(worlds, uneven_target):
+        assert text.startswith("StageShapeError: target: expected [2, 3], as in the")
 
 
 def uneven_rows() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import LossProgram, example_of, rules_of
-from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.graph import Captured, Template
 from torch_xla_pp.mesh import TensorSpec
 from torch_xla_pp.plan import autocast_dtype
@@ -61,11 +61,14 @@ class StageLoss:
         self._programs: dict[_Key, LossProgram | None] = {}
         self._state = Captured(function)
         self._captured = 0
+        # Of the first target of a step.
+        self._shape: torch.Size | None = None
         self.extra_bytes = 0
 
     def begin_step(self) -> None:
         """Look at what the function reads from outside; takes some µs."""
         self._captured = self._state.number()
+        self._shape = None
 
     def __call__(
         self,
@@ -87,10 +90,14 @@ class StageLoss:
         Returns:
             The loss, and output index → gradient; None in place of the gradients if
             the loss was computed eagerly and is yet to be differentiated by autograd.
+
+        Raises:
+            StageShapeError: The target is not like that of the first microbatch.
         """
         self.extra_bytes = 0
         if not isinstance(target, Tensor):
             return self.function(output, target), None
+        self._check_shape(target)
         template, outputs = Template.of(output)
         partition = self._world.layout.batch_partition(tuple(target.shape), rows)
         wanted = (*specs, TensorSpec.of(target, partition, False))
@@ -105,6 +112,16 @@ class StageLoss:
         found = program([*leaves, pinned], self._scale(program.dtype), marks)
         self.extra_bytes = program.extra_bytes
         return found
+
+    def _check_shape(self, target: Tensor) -> None:
+        """Refuse what is left over of a batch, before the loss function meets it."""
+        if self._shape is None:
+            self._shape = target.shape
+        if target.shape != self._shape:
+            raise StageShapeError(
+                f"target: expected {[*self._shape]}, as in the first microbatch, got "
+                f"{[*target.shape]}. Use a batch that divides into equal microbatches."
+            )
 
     def _compile(self, key: _Key) -> LossProgram | None:
         examples = [example_of(spec) for spec in key.inputs]
