@@ -10,7 +10,7 @@ from strategies import StageDag, items_taken, shuffled, stage_dags
 
 from torch_xla_pp.errors import ScheduleError
 from torch_xla_pp.graph import Template
-from torch_xla_pp.plan import Fan, StageInputs, Wiring
+from torch_xla_pp.plan import Consumers, StageInputs, Wiring
 from torch_xla_pp.schedule import Schedule, dag_1f1b, givers_of, verify
 from torch_xla_pp.simulate import Costs, Flow, simulate
 
@@ -29,28 +29,33 @@ class Case:
     wiring: Wiring
 
     @property
-    def fans(self) -> list[Fan]:
-        return [self.wiring.fan(stage, OUTPUT) for stage in range(self.dag.num_stages)]
+    def consumers(self) -> list[Consumers]:
+        return [
+            self.wiring.consumers_of_values(stage, OUTPUT)
+            for stage in range(self.dag.num_stages)
+        ]
 
     @property
     def handed_on(self) -> set[tuple[int, int, int]]:
         """Producer, giver and consumer, as the plan has them."""
         stages = range(self.dag.num_stages)
         return {
-            (fan.producer, giver, consumer)
-            for fan in self.fans
+            (found.producer, giver, consumer)
+            for found in self.consumers
             for giver in stages
             for consumer in stages
-            if fan.passed(giver, consumer)
+            if found.passed(giver, consumer)
         }
 
     @property
     def flows(self) -> tuple[Flow, ...]:
         return tuple(
-            Flow(producer=fan.producer, consumers=fan.consumers_of(slot), num_bytes=1)
-            for fan in self.fans
+            Flow(
+                producer=found.producer, consumers=found.consumers_of(slot), num_bytes=1
+            )
+            for found in self.consumers
             for slot in range(OUTPUT.num_slots)
-            if fan.consumers_of(slot)
+            if found.consumers_of(slot)
         )
 
 

@@ -54,7 +54,7 @@ def test_a_later_stage_takes_what_was_offered() -> None:
     assert plan.values == (Value(0, 0), Value(0, 1))
     assert [spec.shape for spec in plan.received] == [(4, 8), (4, 2)]
     assert plan.random_before == 3
-    assert plan.fans[0].uses == {1: (0, 1)}
+    assert plan.consumers[0].uses == {1: (0, 1)}
 
 
 def test_what_differs_in_the_random_numbers_before_has_equal_programs() -> None:

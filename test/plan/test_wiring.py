@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from torch_xla_pp.errors import PlanError
 from torch_xla_pp.graph import Source, Template
-from torch_xla_pp.plan import Fan, StageInputs, Value, Wiring
+from torch_xla_pp.plan import Consumers, StageInputs, Value, Wiring
 
 pytestmark = pytest.mark.pure
 
@@ -68,36 +68,38 @@ def test_a_stage_whose_output_nobody_takes() -> None:
 def test_a_value_is_sent_once_to_a_rank() -> None:
     wiring = wired(None, [(0, 0)], [0, 1], ranks=(0, 1, 1))
     output, _ = Template.of((A, B))
-    fan = wiring.fan(0, output)
-    assert fan.uses == {1: (0,), 2: (0, 1)}
-    assert fan.passed(0, 1) == (0,)
-    assert fan.passed(0, 2) == (1,)
-    assert fan.passed(1, 2) == (0,)
-    assert fan.consumers_of(0) == (1, 2)
+    found = wiring.consumers_of_values(0, output)
+    assert found.uses == {1: (0,), 2: (0, 1)}
+    assert found.passed(0, 1) == (0,)
+    assert found.passed(0, 2) == (1,)
+    assert found.passed(1, 2) == (0,)
+    assert found.consumers_of(0) == (1, 2)
     assert wiring.carriers() == [(1, 2)]
 
 
 @st.composite
-def fans(draw: st.DrawFn) -> Fan:
+def consumers(draw: st.DrawFn) -> Consumers:
     count = draw(st.integers(2, 6))
     ranks = draw(st.lists(st.integers(0, 2), min_size=count, max_size=count))
     slots = st.lists(st.integers(0, 3), unique=True, min_size=1).map(tuple)
     uses = draw(st.dictionaries(st.integers(1, count - 1), slots, min_size=1))
-    return Fan(producer=0, uses=uses, ranks=ranks)
+    return Consumers(producer=0, uses=uses, ranks=ranks)
 
 
-@given(fans())
-def test_every_consumer_gets_its_values_once_and_every_rank_too(fan: Fan) -> None:
-    stages = range(len(fan.ranks))
+@given(consumers())
+def test_every_consumer_gets_its_values_once_and_every_rank_too(
+    found: Consumers,
+) -> None:
+    stages = range(len(found.ranks))
     crossings: list[tuple[int, int]] = []
-    for consumer, slots in fan.uses.items():
-        got = [s for giver in stages for s in fan.passed(giver, consumer)]
+    for consumer, slots in found.uses.items():
+        got = [s for giver in stages for s in found.passed(giver, consumer)]
         assert sorted(got) == sorted(slots)
         for giver in stages:
-            is_remote = fan.ranks[giver] != fan.ranks[consumer]
-            assert not (is_remote and giver != 0 and fan.passed(giver, consumer))
-        if fan.ranks[consumer] != fan.ranks[0]:
-            crossings += [(fan.ranks[consumer], s) for s in fan.passed(0, consumer)]
+            is_remote = found.ranks[giver] != found.ranks[consumer]
+            assert not (is_remote and giver != 0 and found.passed(giver, consumer))
+        if found.ranks[consumer] != found.ranks[0]:
+            crossings += [(found.ranks[consumer], s) for s in found.passed(0, consumer)]
     assert len(crossings) == len(set(crossings))
 
 

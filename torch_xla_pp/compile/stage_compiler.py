@@ -58,8 +58,8 @@ class CompiledStage(NamedTuple, Generic[LinksT]):
         num_random: How many random operations the stage has.
         sizes: Name → bytes on a device, of values that the programs take and make, as
             far as somebody has asked.
-        lacking: Outputs that need gradients which other stages do not give, as they
-            were told otherwise.
+        without_gradients: Outputs that need gradients which other stages do not give,
+            as they were told otherwise.
     """
 
     programs: StagePrograms
@@ -67,10 +67,10 @@ class CompiledStage(NamedTuple, Generic[LinksT]):
     links: LinksT
     num_random: int
     sizes: dict[str, int]
-    lacking: tuple[int, ...] = ()
+    without_gradients: tuple[int, ...] = ()
 
 
-class Told(NamedTuple):
+class OfferedOutputs(NamedTuple):
     """What other stages were told of a stage's outputs."""
 
     outputs: tuple[TensorSpec, ...]
@@ -123,7 +123,9 @@ class StageCompiler(Generic[LinksT]):
         self.plan = plan
         self._source = source
         self._tilings: Tilings | None = None
-        self._compiled: dict[tuple[Mode, Told | None], CompiledStage[LinksT]] = {}
+        self._compiled: dict[
+            tuple[Mode, OfferedOutputs | None], CompiledStage[LinksT]
+        ] = {}
         self._left_by_trace: int | None = None
 
     def agree(self, tilings: Tilings) -> None:
@@ -137,28 +139,32 @@ class StageCompiler(Generic[LinksT]):
         """Return all that has been compiled."""
         return list({id(x): x for x in self._compiled.values()}.values())
 
-    def compile(self, mode: Mode, told: Told | None) -> CompiledStage[LinksT]:
+    def compile(
+        self, mode: Mode, offered: OfferedOutputs | None
+    ) -> CompiledStage[LinksT]:
         """Return the programs for the module's present mode; traced when new.
 
         Args:
             mode: The mode.
-            told: What other stages were told, None if nothing yet.
+            offered: What other stages were told, None if nothing yet.
 
         Raises:
             StageShapeError: The module cannot run on the inputs, or its outputs are
-                not what was declared, or what other stages were told.
+                not what was declared, or what other stages were offered.
             PipelineError: The module's forward changes what it reads.
             ValueError: A call of `shard` does not fit its value or the rules.
         """
-        if (mode, told) not in self._compiled:
+        if (mode, offered) not in self._compiled:
             joint = self._export()
             self._check_written(mode)
-            made = self._made(joint, told)
-            self._compiled[mode, told] = made
-            self._compiled[mode, told or told_by(made)] = made
-        return self._compiled[mode, told]
+            made = self._made(joint, offered)
+            self._compiled[mode, offered] = made
+            self._compiled[mode, offered or offered_by(made)] = made
+        return self._compiled[mode, offered]
 
-    def _made(self, joint: JointGraph, told: Told | None) -> CompiledStage[LinksT]:
+    def _made(
+        self, joint: JointGraph, offered: OfferedOutputs | None
+    ) -> CompiledStage[LinksT]:
         """Return what a trace of the module makes."""
         source, plan = self._source, self.plan
         world = source.world
@@ -166,10 +172,10 @@ class StageCompiler(Generic[LinksT]):
         made = self._outputs_of(joint)
         self._check_outputs(made)
         given = made
-        if told is not None and not source.is_last:
-            found = Told(made, joint.output_template, joint.num_random)
-            _check_told(plan.stage, told, found)
-            given = told.outputs
+        if offered is not None and not source.is_last:
+            found = OfferedOutputs(made, joint.output_template, joint.num_random)
+            _check_offered(plan.stage, offered, found)
+            given = offered.outputs
         links = source.link(plan, given, joint.output_template)
         if self._tilings is not None:
             links.agree(self._tilings)
@@ -184,12 +190,14 @@ class StageCompiler(Generic[LinksT]):
             used=source.fixed.used_shardings(),
             grouping=grouping_of(world, plan.inputs, made, source.fixed.layouts()),
         )
-        lacking = tuple(
+        without_gradients = tuple(
             index
             for index, (old, new) in enumerate(zip(given, made, strict=True))
             if new.requires_grad and not old.requires_grad
         )
-        return CompiledStage(programs, given, links, joint.num_random, {}, lacking)
+        return CompiledStage(
+            programs, given, links, joint.num_random, {}, without_gradients
+        )
 
     def _outputs_of(self, joint: JointGraph) -> tuple[TensorSpec, ...]:
         partition_of, rows = self._source.world.layout.partition_of, self.plan.rows
@@ -276,13 +284,13 @@ class StageKind(Generic[LinksT]):
     Args:
         plan: What the stage takes.
         compiler: Its programs; kinds that differ in nothing else share one.
-        told: What other stages were told of its outputs, None if nothing yet.
+        offered: What other stages were told of its outputs, None if nothing yet.
         is_described: Whether what it costs was written down.
     """
 
     plan: StagePlan
     compiler: StageCompiler[LinksT]
-    told: Told | None = None
+    offered: OfferedOutputs | None = None
     is_described: bool = False
     _current: tuple[Mode, CompiledStage[LinksT]] | None = field(default=None)
 
@@ -290,9 +298,9 @@ class StageKind(Generic[LinksT]):
         """Return the programs for the mode that the module is in, see `compile`."""
         if self._current is not None and self._current[0] == mode:
             return self._current[1]
-        found = self.compiler.compile(mode, self.told)
-        if self.told is None:
-            self.told = told_by(found)
+        found = self.compiler.compile(mode, self.offered)
+        if self.offered is None:
+            self.offered = offered_by(found)
         self._current = mode, found
         return found
 
@@ -307,10 +315,10 @@ class StageKind(Generic[LinksT]):
         )
 
 
-def told_by(compiled: CompiledStage[LinksT]) -> Told:
+def offered_by(compiled: CompiledStage[LinksT]) -> OfferedOutputs:
     """Return what other stages are told of compiled programs."""
     template = compiled.programs.output_template
-    return Told(compiled.outputs, template, compiled.num_random)
+    return OfferedOutputs(compiled.outputs, template, compiled.num_random)
 
 
 def example_of(spec: TensorSpec) -> Tensor:
@@ -319,18 +327,18 @@ def example_of(spec: TensorSpec) -> Tensor:
     return value.requires_grad_(spec.requires_grad)
 
 
-def _check_told(stage: int, told: Told, found: Told) -> None:
+def _check_offered(stage: int, offered: OfferedOutputs, found: OfferedOutputs) -> None:
     """Refuse outputs that differ from those that other stages were told of."""
     faults = []
-    if (old := list(map(_without_grad, told.outputs))) != (
+    if (old := list(map(_without_grad, offered.outputs))) != (
         new := list(map(_without_grad, found.outputs))
-    ) or told.template != found.template:
+    ) or offered.template != found.template:
         faults.append(
             f"outputs {', '.join(map(str, old))}, got {', '.join(map(str, new))}"
         )
-    if told.num_random != found.num_random:
+    if offered.num_random != found.num_random:
         faults.append(
-            f"{told.num_random} random operations, by which those of later stages "
+            f"{offered.num_random} random operations, by which those of later stages "
             f"are numbered, got {found.num_random}"
         )
     if faults:

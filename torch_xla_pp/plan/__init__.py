@@ -7,7 +7,7 @@ from torch_xla_pp.plan.claims import (
     replica_faults,
     wiring_of,
 )
-from torch_xla_pp.plan.fan import Fan, Value
+from torch_xla_pp.plan.consumers import Consumers, Value
 from torch_xla_pp.plan.stage_inputs import InputsFrom, SourceLike, StageInputs
 from torch_xla_pp.plan.stage_plan import (
     Offer,
@@ -29,7 +29,7 @@ from torch_xla_pp.plan.wiring import Wiring
 __all__ = [
     "Arguments",
     "Claim",
-    "Fan",
+    "Consumers",
     "InputsFrom",
     "KindNumbers",
     "Mode",

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_xla_pp.errors import StageShapeError
 from torch_xla_pp.graph import Template
 from torch_xla_pp.mesh import RankLayout, TensorSpec, Tiling
-from torch_xla_pp.plan.fan import Fan, Value
+from torch_xla_pp.plan.consumers import Consumers, Value
 from torch_xla_pp.plan.step_kind import Arguments
 from torch_xla_pp.plan.wiring import Wiring
 
@@ -52,7 +52,7 @@ class StagePlan:
         received: What these look like.
         parameters: Names of the keyword arguments that the schedule may pass in, None
             for any.
-        fans: How the values of each producer reach their consumers.
+        consumers: How the values of each producer reach their consumers.
         random_before: How many random operations earlier stages have.
         given: Tensors that the schedule passes in.
         given_arguments: What the schedule's arguments must look like.
@@ -65,7 +65,7 @@ class StagePlan:
     values: tuple[Value, ...]
     received: tuple[TensorSpec, ...]
     parameters: frozenset[str] | None
-    fans: Mapping[int, Fan]
+    consumers: Mapping[int, Consumers]
     random_before: int
     given: tuple[TensorSpec, ...]
     given_arguments: Arguments
@@ -165,7 +165,10 @@ class StagePlanner:
             values=tuple(values),
             received=received,
             parameters=parameters,
-            fans={p: wiring.fan(p, output) for p, output in templates.items()},
+            consumers={
+                p: wiring.consumers_of_values(p, output)
+                for p, output in templates.items()
+            },
             random_before=0 if previous is None else previous.num_random,
             given=given,
             given_arguments=given_arguments,

@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_pp.graph import Slot, Template
 from torch_xla_pp.mesh import Tiling
-from torch_xla_pp.plan.fan import Fan, Value
+from torch_xla_pp.plan.consumers import Consumers, Value
 from torch_xla_pp.plan.stage_inputs import StageInputs
 from torch_xla_pp.schedule import carriers_of
 
@@ -94,11 +94,11 @@ class Wiring:
             if stage not in taken
         ]
 
-    def fan(self, producer: int, output: Template) -> Fan:
+    def consumers_of_values(self, producer: int, output: Template) -> Consumers:
         """Return how the values of a stage's output reach their consumers."""
         tree = _named(producer, output)
         uses = {c: self._slots(c, producer, tree) for c in self.consumers(producer)}
-        return Fan(
+        return Consumers(
             producer=producer,
             uses={consumer: slots for consumer, slots in uses.items() if slots},
             ranks=self.ranks,

@@ -1,7 +1,7 @@
 """A stage's channels: what it exchanges with the others, for each microbatch.
 
-See `runtime.channels` for the ways that values go, and `plan.fan` for who gives what to
-whom.
+See `runtime.channels` for the ways that values go, and `plan.consumers` for who gives
+what to whom.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from torch_xla_pp.compile import (
     tangent_name,
 )
 from torch_xla_pp.mesh import TensorSpec
-from torch_xla_pp.plan import Fan, Tilings, Value
+from torch_xla_pp.plan import Consumers, Tilings, Value
 from torch_xla_pp.runtime.channels import Channel, Edge, borders_of, returned_for
 from torch_xla_pp.text import type_text
 from torch_xla_pp.transport import Message
@@ -33,15 +33,15 @@ class StageValues(NamedTuple):
         values: The values it takes, in the order of its inputs.
         received: What they look like.
         outputs: What its outputs look like.
-        fans: How values reach their consumers, for the stage itself and each of its
-            producers.
+        consumers: How values reach their consumers, for the stage itself and each of
+            its producers.
     """
 
     stage: int
     values: Sequence[Value]
     received: Sequence[TensorSpec]
     outputs: Sequence[TensorSpec]
-    fans: Mapping[int, Fan]
+    consumers: Mapping[int, Consumers]
 
 
 class Links:
@@ -61,8 +61,8 @@ class Links:
         self, values: StageValues, open_channel: Callable[[Edge], Channel], world: World
     ) -> None:
         self._stage = values.stage
-        self._fans = values.fans
-        self._own = values.fans[values.stage]
+        self._consumers = values.consumers
+        self._own = values.consumers[values.stage]
         self._tilings: Tilings = {}
         self._received = values.received
         self._world = world
@@ -151,22 +151,22 @@ class Links:
 
     def _input_edges(self) -> Iterator[Edge]:
         me, ranks = self._stage, self._own.ranks
-        for producer, fan in self._fans.items():
+        for producer, users in self._consumers.items():
             message = Message("F", me, 0, producer)
-            direct = fan.passed(producer, me)
-            others = [slot for slot in fan.uses.get(me, ()) if slot not in direct]
+            direct = users.passed(producer, me)
+            others = [slot for slot in users.uses.get(me, ()) if slot not in direct]
             for slots, rank in ((direct, ranks[producer]), (others, ranks[me])):
                 named = {self._name(producer, s): Value(producer, s) for s in slots}
                 yield self._edge(message, producer, rank, named)
 
     def _output_edges(self) -> Iterator[Edge]:
         """Yield what this stage makes, or passes on within its rank, for consumers."""
-        for origin, fan in self._fans.items():
-            for consumer in fan.uses:
-                slots = fan.passed(self._stage, consumer)
+        for origin, users in self._consumers.items():
+            for consumer in users.uses:
+                slots = users.passed(self._stage, consumer)
                 named = {self._name(origin, s): Value(origin, s) for s in slots}
                 message = Message("F", consumer, 0, origin)
-                yield self._edge(message, consumer, fan.ranks[consumer], named)
+                yield self._edge(message, consumer, users.ranks[consumer], named)
 
     def _output_grad_edges(self) -> Iterator[Edge]:
         for consumer in self._own.uses:
@@ -178,11 +178,11 @@ class Links:
             yield self._edge(message, consumer, self._own.ranks[consumer], named)
 
     def _input_grad_edges(self) -> Iterator[Edge]:
-        for producer, fan in self._fans.items():
+        for producer, users in self._consumers.items():
             values = self._with_grad(producer, self._stage)
             named = {input_grad(self._input_of[x]): x for x in values}
             message = Message("B", producer, 0, self._stage)
-            yield self._edge(message, producer, fan.ranks[producer], named)
+            yield self._edge(message, producer, users.ranks[producer], named)
 
     def _edge(
         self, message: Message, peer: int, rank: int, named: Mapping[str, Value]
@@ -208,7 +208,7 @@ class Links:
 
     def _with_grad(self, producer: int, consumer: int) -> list[Value]:
         """Return the values whose gradients a consumer gives a producer."""
-        slots = self._fans[producer].uses.get(consumer, ())
+        slots = self._consumers[producer].uses.get(consumer, ())
         values = [Value(producer, slot) for slot in slots]
         return [value for value in values if self._specs[value].requires_grad]
 

@@ -293,7 +293,7 @@ class RankPipeline:
             kind = self._current[stage.stage_index]
             compiled = kind.compiled(stage.model.mode)
             self._runs[stage.stage_index] = Run.of(kind.plan, compiled)
-            if compiled.lacking and stage.has_backward:
+            if compiled.without_gradients and stage.has_backward:
                 raise PipelineError(
                     f"stage {stage.stage_index}: its outputs need gradients now, but "
                     "later stages were told that they do not. Make a new schedule on "

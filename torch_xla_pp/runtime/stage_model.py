@@ -321,8 +321,11 @@ class StageModel:
         """Return what is exchanged with other stages."""
         if self._wiring is None:
             raise RuntimeError(f"stage {self.index}: its edges are not connected")
-        fans = {**plan.fans, self.index: self._wiring.fan(self.index, output)}
-        values = StageValues(self.index, plan.values, plan.received, outputs, fans)
+        consumers = {
+            **plan.consumers,
+            self.index: self._wiring.consumers_of_values(self.index, output),
+        }
+        values = StageValues(self.index, plan.values, plan.received, outputs, consumers)
         return Links(values, self._endpoint.open, self.world)
 
 

@@ -18,7 +18,7 @@ class Value:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fan:
+class Consumers:
     """The consumers of one stage, and the values that each uses.
 
     Args:
