@@ -27,7 +27,7 @@ from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PlanError
 from torch_xla_pp.graph import (
     Baked,
-    Captured,
+    BakedModel,
     Prepared,
     add_mode,
     begin_modes,
@@ -262,7 +262,7 @@ def pipeline(
                 )
                 refuse_modes(stage, reason)
     dump("stage_graph.txt", pipe.stage_graph.__str__)
-    pipe._baked = Baked(Captured(module, is_kept=False), has_hooks=False)
+    pipe._baked = BakedModel(module)
     return pipe
 
 

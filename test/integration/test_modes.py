@@ -185,6 +185,15 @@ class Plain(Model):
         return self.second(self.act(self.first(x)) * self.alpha * FACTOR)
 
 
+class Shifted(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.shift)
+
+
 def set_factor(_: Any, model: nn.Module) -> None:
     global FACTOR
     FACTOR = 2.0
@@ -200,6 +209,13 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "alpha": lambda _, model: setattr(model, "alpha", 2.0),
     "a function": lambda _, model: setattr(model, "act", F.silu),
     "a global": set_factor,
+    "a hook of the model": lambda _, model: model.first.register_forward_hook(print),
+    "another part": lambda _, model: setattr(model, "second", nn.Linear(WIDTH, WIDTH)),
+    "a parameter": lambda _, model: setattr(
+        model.second, "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    ),
+    "a tensor": lambda _, model: setattr(model, "shift", torch.ones(WIDTH)),
+    "a tensor's values": lambda _, model: model.shift.fill_(1),
 }
 
 
@@ -223,6 +239,11 @@ def change(make: Callable[[], nn.Module], what: str) -> None:
         (Plain, "alpha", "got changes: alpha: 1.0 -> 2.0. Call pipeline again"),
         (Plain, "a function", "got changes: act: relu -> silu"),
         (Plain, "a global", "got changes: global FACTOR: 1.0 -> 2.0"),
+        (Plain, "a hook of the model", r"got changes: first._forward_hooks\[0\]"),
+        (Plain, "another part", "got changes: second is another one, second.weight"),
+        (Plain, "a parameter", "got changes: second.weight is another one. "),
+        (Shifted, "a tensor", "got changes: shift is another one. "),
+        (Shifted, "a tensor's values", "got changes: shift was written to. "),
     ],
 )
 def test_what_a_trace_has_built_in_is_refused_by_name(

@@ -295,6 +295,28 @@ def wrong_rule() -> None:
     stages_of(job)
 
 
+def hooked_parameter() -> None:
+    stages = stages_of(JOB)
+    schedule = Schedule1F1B(stages[0], 4, loss_fn=loss_fn)
+    run_step(JOB, schedule, stages, *batch(JOB, 0))
+    if dist.get_rank() == 1:
+        first = next(stages[0].submod.parameters())
+        first.register_post_accumulate_grad_hook(lambda parameter: None)
+        # What has no backward needs no gradients.
+    x, y = batch(JOB, 1)
+    schedule.eval(
+        *((x,) if stages[0].is_first else ()),
+        **({"target": y} if stages[0].is_last else {}),
+    )
+    run_step(JOB, schedule, stages, x, y)
+
+
+def test_a_hook_of_a_parameter_is_refused_when_it_is_trained(worlds: Worlds) -> None:
+    for text in raised_on_every_rank(worlds, hooked_parameter):
+        assert text.startswith("PipelineError: stage 1: expected parameters without ")
+        assert "change parameter.grad after the step" in text
+
+
 def test_a_sharding_rule_that_does_not_fit(worlds: Worlds) -> None:
     for text in raised_on_every_rank(worlds, wrong_rule, devices=2):
         assert "rule '*.up.bias' gives ('rows',): unknown axis 'rows'" in text

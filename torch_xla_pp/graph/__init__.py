@@ -1,6 +1,7 @@
 """WHAT: the stages of a split model and the values that flow between them."""
 
-from torch_xla_pp.graph.captured import Baked, Captured
+from torch_xla_pp.graph.baked import Baked, BakedModel
+from torch_xla_pp.graph.captured import Captured
 from torch_xla_pp.graph.finish_split import describe_stages, finish_split
 from torch_xla_pp.graph.marks import pipeline_yield
 from torch_xla_pp.graph.modes import (
@@ -46,6 +47,7 @@ from torch_xla_pp.graph.vmaps import indexing_by_tensors
 
 __all__ = [
     "Baked",
+    "BakedModel",
     "Captured",
     "OtherMode",
     "Prepared",

@@ -35,7 +35,6 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.graph.modes import OtherMode, is_set
 
 _NUMBERS = (int, float, complex, np.generic)
@@ -68,8 +67,7 @@ _MISSING = object()
 _NOTHING = (str, "nothing")
 # Values that a traced stage follows.
 _FOLLOWED = re.compile(r"(^|\.)(training|_code)$|_hooks\[")
-# Hooks of the parts of a traced stage are never called.
-_HOOK = "._forward"
+_HOOK = re.compile(r"(?P<part>^|\.)_(forward|backward)\w*hooks\w*\[\d+\]$")
 
 
 class _Same:
@@ -97,6 +95,10 @@ class Captured:
     Args:
         root: What is called.
         is_kept: Whether it is kept alive; the state of one that is gone is its last.
+
+    Attributes:
+        num_walks: How often something was found in a container that was not there
+            before; between two of them every container held the same objects.
     """
 
     def __init__(self, root: Any, *, is_kept: bool = True) -> None:
@@ -105,6 +107,7 @@ class Captured:
         self._watch: _Watch | None = None
         self._known: dict[frozenset[tuple[str, Any]], int] = {}
         self._current = 0
+        self.num_walks = 0
 
     def number(self) -> int:
         """Return the number of the present state, equal for equal states."""
@@ -116,6 +119,7 @@ class Captured:
         if self._watch is None or not self._watch.is_same():
             walk = _walked(root, self._names)
             self._watch = walk.watch
+            self.num_walks += 1
             self._current = self._known.setdefault(
                 frozenset(walk.findings), len(self._known)
             )
@@ -136,9 +140,10 @@ class Captured:
             if not _FOLLOWED.search(label) and _is_value(before) and _is_value(after)
         )
 
-    def hooks_changed(self, old: int, new: int) -> str:
-        """Say which parts have other hooks."""
-        return ", ".join(label for label in self._changes(old, new) if _HOOK in label)
+    def hooks_changed(self, old: int, new: int, *, of_root: bool) -> str:
+        """Say which parts have other hooks, and the root if that counts."""
+        found = ((label, _HOOK.search(label)) for label in self._changes(old, new))
+        return ", ".join(label for label, m in found if m and (of_root or m["part"]))
 
     def _changes(self, old: int, new: int) -> dict[str, tuple[Any, Any]]:
         """Return label → what was found before and after."""
@@ -160,39 +165,6 @@ def _walked(root: Any, names: set[str]) -> "_Walk":
         walk = _Walk(root, names)
         if len(names) == count:
             return walk
-
-
-class Baked:
-    """What a trace has built in of what is read from outside.
-
-    Args:
-        captured: Of the model that was traced, or of what the trace has made.
-        has_hooks: Whether hooks of parts are built in, too.
-    """
-
-    def __init__(self, captured: Captured, *, has_hooks: bool) -> None:
-        self._captured = captured
-        self._has_hooks = has_hooks
-        self._first = captured.number()
-
-    def check(self) -> None:
-        """Refuse changes since the trace; takes some 50 µs.
-
-        Raises:
-            PipelineError: Numbers, flags or texts have changed, or hooks.
-        """
-        now = self._captured.number()
-        if now == self._first:
-            return
-        found = self._captured.values_changed(self._first, now)
-        if self._has_hooks:
-            found = found or self._captured.hooks_changed(self._first, now)
-        if found:
-            raise PipelineError(
-                "traced stage: expected what the model's forward reads to be as it was "
-                f"when it was traced, got changes: {found}. Call pipeline again, or "
-                "build the stage by hand, whose forward is traced for each change."
-            )
 
 
 def _is_value(found: Any) -> bool:

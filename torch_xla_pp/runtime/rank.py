@@ -32,7 +32,7 @@ from torch_xla_pp.runtime.outputs import StageOutputs
 from torch_xla_pp.runtime.saved import SavedValues
 from torch_xla_pp.runtime.stage_model import StageModel
 from torch_xla_pp.runtime.step_plans import StepPlans, agree_on_pipeline
-from torch_xla_pp.runtime.wrong_input import check_batch
+from torch_xla_pp.runtime.wrong_input import check_batch, check_no_hooks
 from torch_xla_pp.schedule import Action, Kind
 from torch_xla_pp.torch_compat import (
     SilentStage,
@@ -290,6 +290,8 @@ class RankPipeline:
         self._replica, _ = self.stages[0].model.replica
         for stage in self.stages:
             stage.num_steps = self._plans.step
+            if stage.has_backward:
+                check_no_hooks(stage.stage_index, stage.model.state.fixed)
             kind = self._current[stage.stage_index]
             compiled = kind.compiled(stage.model.mode)
             self._runs[stage.stage_index] = Run.of(kind.plan, compiled)

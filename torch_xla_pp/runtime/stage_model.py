@@ -159,7 +159,7 @@ class StageModel:
             is_last=self.is_last,
             expected_outputs=_texts(options.output_args),
         )
-        own = Baked(self._captured, has_hooks=True)
+        own = Baked(self._captured)
         self._baked = [traced.baked, own] if traced and traced.baked else []
         self._wiring: Wiring | None = None
         self.mode = Mode.of(self._captured)

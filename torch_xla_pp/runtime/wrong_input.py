@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_xla_pp import xla_compat
+from torch_xla_pp.compile import name_in_module
 from torch_xla_pp.deferred import shapes_of
+from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.mesh import AxisRules, unmatched
 
 
@@ -31,6 +33,29 @@ def check_batch(batch: Sequence[Any]) -> None:
             "mark_sharding and distribute_tensor shard the tensor that they are given: "
             "pass what they return as x.global_tensor, or leave the batch on the host, "
             "which is laid out by the stage's mesh."
+        )
+
+
+def check_no_hooks(stage: int, values: Mapping[str, Tensor]) -> None:
+    """Refuse hooks of parameters, which autograd calls and programs do not.
+
+    Args:
+        stage: Index of the stage.
+        values: Its parameters and buffers, by role.
+
+    Raises:
+        PipelineError: Some have hooks; all of them are named.
+    """
+    hooked = [
+        name_in_module(role)
+        for role, value in values.items()
+        if value._backward_hooks or value._post_accumulate_grad_hooks
+    ]
+    if hooked:
+        raise PipelineError(
+            f"stage {stage}: expected parameters without hooks, got register_hook or "
+            f"register_post_accumulate_grad_hook of {', '.join(hooked)}. Gradients are "
+            "summed up by compiled programs: change parameter.grad after the step."
         )
 
 

@@ -1,0 +1,107 @@
+"""What a trace has built in, and whether it still holds.
+
+A traced stage follows the modes and the parameters of its own module, and the hooks of
+the whole of it. It cannot follow what else its forward or that of the model that was
+traced would read now, so that is refused.
+"""
+
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+
+from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.graph.captured import Captured
+
+
+class Baked:
+    """What a trace has built in of the stage's own module.
+
+    Args:
+        captured: What the module reads from outside.
+    """
+
+    def __init__(self, captured: Captured) -> None:
+        self._captured = captured
+        self._first = captured.number()
+
+    def check(self) -> None:
+        """Refuse changes since the trace; takes some 50 µs.
+
+        Raises:
+            PipelineError: Numbers, flags or texts have changed, or hooks.
+        """
+        if found := self._changes():
+            raise PipelineError(
+                "traced stage: expected what the model's forward reads to be as it was "
+                f"when it was traced, got changes: {found}. Call pipeline again, or "
+                "build the stage by hand, whose forward is traced for each change."
+            )
+
+    def _changes(self, *, of_root: bool = False) -> str:
+        """Say what has changed; hooks of the stage itself are called, if it is one."""
+        now = self._captured.number()
+        if now == self._first:
+            return ""
+        values = self._captured.values_changed(self._first, now)
+        return values or self._captured.hooks_changed(self._first, now, of_root=of_root)
+
+
+class BakedModel(Baked):
+    """What a trace has built in of the model that was traced.
+
+    The stages have its parameters, but parts and other tensors of their own. The model
+    is not kept alive, and parts of it may be deleted.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(Captured(model, is_kept=False))
+        self._model = ref(model)
+        self._num_walks = self._captured.num_walks
+        self._held = {name: ref(x) for name, x in _held_by(model).items()}
+        tensors = _tensors_of(model).items()
+        self._versions = [(name, ref(x), x._version) for name, x in tensors]
+
+    def _changes(self, *, of_root: bool = True) -> str:
+        return super()._changes(of_root=of_root) or self._replaced() or self._written()
+
+    def _replaced(self) -> str:
+        """Say which parts, parameters and other tensors are other objects now."""
+        model, count = self._model(), self._captured.num_walks
+        if model is None or count == self._num_walks:
+            return ""
+        now = _held_by(model)
+        names = (n for n, x in self._held.items() if n in now and x() is not now[n])
+        found = ", ".join(f"{name} is another one" for name in names)
+        if not found:
+            self._num_walks = count
+        return found
+
+    def _written(self) -> str:
+        """Say which tensors that are no parameters or buffers were written to."""
+        known = ((name, held(), version) for name, held, version in self._versions)
+        return ", ".join(
+            f"{name} was written to"
+            for name, value, version in known
+            if value is not None and value._version != version
+        )
+
+
+def _held_by(model: nn.Module) -> dict[str, Any]:
+    """Return name → part, parameter, or other tensor but for buffers."""
+    parts = {name: part for name, part in model.named_modules() if name}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return {**parts, **named, **_tensors_of(model)}
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return name → attribute that is a tensor and neither parameter nor buffer."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, part in model.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, Tensor)
+    }
