@@ -76,7 +76,23 @@ def accumulate_over_two_steps() -> None:
     assert held == ({"embed.weight"} if is_first else set())
 
 
-@pytest.mark.parametrize("job", [unequal_copies, accumulate_over_two_steps])
+def frozen_in_one_stage() -> None:
+    """Frozen in all stages it stays as it is, in one of them only it is refused."""
+    job = Job(frontend="manual", is_tied=True)
+    stages, schedule = start(job)
+    x = torch.ones(job.rows, job.length, dtype=torch.long)
+    (name,) = stages[0].model.tied
+    copy = stages[0].submod.get_parameter(name).requires_grad_(False)
+    run_step(job, schedule, stages, x, x)
+    assert copy.grad is None
+    copy.requires_grad_(stages[0].is_first)
+    with pytest.raises(xpp.PipelineError, match=r"weight to be frozen in stage [01], "):
+        run_step(job, schedule, stages, x, x)
+
+
+@pytest.mark.parametrize(
+    "job", [unequal_copies, accumulate_over_two_steps, frozen_in_one_stage]
+)
 def test_copies(worlds: Worlds, job: object) -> None:
     worlds.run(job, ranks=2, devices=1)  # type: ignore[arg-type]
 

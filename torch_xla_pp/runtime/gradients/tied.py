@@ -141,6 +141,7 @@ class _Exchange:
     """The programs that send and add the gradients of some ties, and their channels.
 
     Args:
+        wiring: Where the copies are.
         layouts: Tie → layout of the parameter on this rank.
         sent: Channels to the other stages that have a copy.
         received: Channels from them.
@@ -148,6 +149,7 @@ class _Exchange:
         add: Receives what they do, and adds all parts up.
     """
 
+    wiring: Wiring
     layouts: Mapping[str, ShardLayout]
     sent: Sequence[Channel]
     received: Sequence[Channel]
@@ -209,19 +211,27 @@ class TiedParameters:
         """Learn where the copies are."""
         self._wiring = wiring
         self._exchange = None
-        for other in sorted({s for tie in self._names for s in wiring.shared[tie]}):
-            if other != self._stage:
-                message = Message("S", self._stage, 0, other)
-                self._endpoint.group.transport.expect(message, wiring.ranks[other])
+        for other in self._others(wiring):
+            message = Message("S", self._stage, 0, other)
+            self._endpoint.group.transport.expect(message, wiring.ranks[other])
 
     def send(self, sums: GradientSums) -> None:
         """Send this stage's gradients; at the end of a step."""
         found = self._current_exchange()
         run_with(found.send, self._own_parts(sums, found), sent=found.sent)
+        for other in self._others(found.wiring):
+            key = ("frozen", self._stage, other)
+            wire = self._endpoint.group.wire
+            wire.send(found.wiring.ranks[other], key, self._frozen(), [])
 
     def add(self, sums: GradientSums) -> None:
-        """Add the gradients of the other copies; after all stages of a rank `send`."""
+        """Add the gradients of the other copies; after all stages of a rank `send`.
+
+        Raises:
+            PipelineError: A parameter is frozen in some of its stages only.
+        """
         found = self._current_exchange()
+        self._compare_frozen(found.wiring)
         parts = self._own_parts(sums, found)
         totals = run_with(found.add, parts, received=found.received)
         sums.update(
@@ -230,6 +240,30 @@ class TiedParameters:
                 for tie in found.layouts
             }
         )
+
+    def _others(self, wiring: Wiring) -> list[int]:
+        """Return the other stages that have copies."""
+        every = {s for tie in self._names for s in wiring.shared[tie]}
+        return sorted(every - {self._stage})
+
+    def _frozen(self) -> set[str]:
+        """Return the ties whose parameter is frozen here."""
+        return {t for t, p in self._parameters().items() if not p.requires_grad}
+
+    def _compare_frozen(self, wiring: Wiring) -> None:
+        """Refuse a parameter that is trained by some of its stages only."""
+        here, wire = self._frozen(), self._endpoint.group.wire
+        for other in self._others(wiring):
+            ticket = wire.expect(wiring.ranks[other], ("frozen", other, self._stage))
+            there = wire.receive(ticket).header
+            common = {t for t in self._names if other in wiring.shared[t]}
+            if differing := sorted(common & (here ^ there)):
+                names = ", ".join(self._names[tie] for tie in differing)
+                raise PipelineError(
+                    f"stage {self._stage}: expected {names} to be frozen in stage "
+                    f"{other}, too, or in neither, as it is one parameter of the "
+                    "model. Set requires_grad of all copies."
+                )
 
     def _own_parts(self, sums: GradientSums, found: _Exchange) -> dict[str, Tensor]:
         """Return this stage's gradients, zeros where it has none.
@@ -293,6 +327,7 @@ class TiedParameters:
         pins = {shared_total(t): xla_compat.sharding_of(p) for t, p in trained.items()}
         function = nothing("shared gradients")
         return _Exchange(
+            wiring=wiring,
             layouts=layouts,
             sent=sent,
             received=received,
