@@ -26,7 +26,6 @@ from torch_xla_pp.deferred import (
 from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PlanError
 from torch_xla_pp.graph import (
-    Baked,
     BakedModel,
     Prepared,
     add_mode,
@@ -88,7 +87,7 @@ class Pipe(_TracedPipe):
         activations: Mapping[str, LogicalAxes],
     ) -> None:
         self._activations = activations
-        self._baked: Baked | None = None
+        self._baked: BakedModel | None = None
         finish_split(traced.split_gm, prepared)
         super().__init__(
             traced.split_gm,
@@ -159,6 +158,8 @@ class Pipe(_TracedPipe):
             expected = _traced_inputs(module)
             sources = self.stage_graph.sources(stage_index)
             tied = self.stage_graph.shared_of(stage_index)
+            if self._baked is not None:
+                self._baked.part_from(module)
         stage = PipelineStage(
             module,
             stage_index,

@@ -185,6 +185,15 @@ class Plain(Model):
         return self.second(self.act(self.first(x)) * self.alpha * FACTOR)
 
 
+class Scaled(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
 class Shifted(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -215,6 +224,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
         model.second, "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH))
     ),
     "a tensor": lambda _, model: setattr(model, "shift", torch.ones(WIDTH)),
+    "a buffer's values": lambda _, model: model.load_state_dict(model.state_dict()),
     "a tensor's values": lambda _, model: model.shift.fill_(1),
 }
 
@@ -242,6 +252,7 @@ def change(make: Callable[[], nn.Module], what: str) -> None:
         (Plain, "a hook of the model", r"got changes: first._forward_hooks\[0\]"),
         (Plain, "another part", "got changes: second is another one, second.weight"),
         (Plain, "a parameter", "got changes: second.weight is another one. "),
+        (Scaled, "a buffer's values", "got others written to scale. .*stage.submod"),
         (Shifted, "a tensor", "got changes: shift is another one. "),
         (Shifted, "a tensor's values", "got changes: shift was written to. "),
     ],

@@ -5,6 +5,7 @@ the whole of it. It cannot follow what else its forward or that of the model tha
 traced would read now, so that is refused.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import ref
 
@@ -62,8 +63,30 @@ class BakedModel(Baked):
         self._model = ref(model)
         self._num_walks = self._captured.num_walks
         self._held = {name: ref(x) for name, x in _held_by(model).items()}
-        tensors = _tensors_of(model).items()
-        self._versions = [(name, ref(x), x._version) for name, x in tensors]
+        self._tensors = _Versions(_tensors_of(model))
+        self._buffers = _Versions({})
+
+    def part_from(self, stage: nn.Module) -> None:
+        """Note that from now on a stage has its buffers for itself, on the device."""
+        model = self._model()
+        if model is not None:
+            own = {name for name, _ in stage.named_buffers()}
+            shared = {n: x for n, x in model.named_buffers() if n in own}
+            self._buffers.update(_Versions(shared))
+
+    def check(self) -> None:
+        """Refuse changes since the trace; takes some 50 µs.
+
+        Raises:
+            PipelineError: Something else was changed than parameters' values.
+        """
+        super().check()
+        if found := self._buffers.written():
+            raise PipelineError(
+                "traced stage: expected the model's buffers as they were when the "
+                f"stage was built, got others written to {', '.join(found)}. The stage "
+                "has buffers of its own: load into stage.submod, with strict=False."
+            )
 
     def _changes(self, *, of_root: bool = True) -> str:
         return super()._changes(of_root=of_root) or self._replaced() or self._written()
@@ -82,12 +105,20 @@ class BakedModel(Baked):
 
     def _written(self) -> str:
         """Say which tensors that are no parameters or buffers were written to."""
-        known = ((name, held(), version) for name, held, version in self._versions)
-        return ", ".join(
-            f"{name} was written to"
-            for name, value, version in known
-            if value is not None and value._version != version
-        )
+        return ", ".join(f"{name} was written to" for name in self._tensors.written())
+
+
+class _Versions(dict[str, tuple[Callable[[], Tensor | None], int]]):
+    """How often tensors were written to, by name; they are not kept alive."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        known = {n: x for n, x in tensors.items() if not x.is_inference()}
+        super().__init__({n: (ref(x), x._version) for n, x in known.items()})
+
+    def written(self) -> list[str]:
+        """Return the names of those that were written to since."""
+        found = ((name, held(), version) for name, (held, version) in self.items())
+        return [n for n, x, version in found if x is not None and x._version != version]
 
 
 def _held_by(model: nn.Module) -> dict[str, Any]:
