@@ -179,7 +179,7 @@ def _end_as_a_program(run: Callable[[], None]) -> NoReturn:
 def result_of(fault: str, moment: str, job: str, victim: int) -> dict[str, Any]:
     """Run one job and say what its survivors heard."""
     ranks, replicas, devices = JOBS[job]
-    before = _leftovers()
+    before, shared = _files(), set[int]()
     wrong: list[str] = []
     seconds: list[float] = []
     folder = Path(tempfile.mkdtemp())
@@ -189,6 +189,8 @@ def result_of(fault: str, moment: str, job: str, victim: int) -> dict[str, Any]:
     try:
         end_s = time.monotonic() + MOST_S
         while time.monotonic() < end_s:
+            for process in processes:
+                shared |= _shared_by(process.pid)
             if fault != "not reaped":
                 processes[victim].has_ended()
             if all([process.has_ended() for process in survivors.values()]):
@@ -210,7 +212,8 @@ def result_of(fault: str, moment: str, job: str, victim: int) -> dict[str, Any]:
     allowed_s = LIMIT_S + (TIMEOUT_S if fault == "stop" else 0.0)
     allowed_s += PAUSE_S if moment == "in a pause" else 0.0
     wrong += [f"a survivor took {s:.1f} s" for s in seconds if s > allowed_s]
-    wrong += sorted(_leftovers() - before)
+    memory = {path for path in Path("/dev/shm").glob("*") if _number(path) in shared}
+    wrong += [f"left: {path}" for path in sorted(memory | (_files() - before))]
     return {
         "fault": fault,
         "moment": moment,
@@ -270,28 +273,30 @@ def _faults_of(
     return []
 
 
-def _leftovers() -> set[str]:
-    """Return shared memory and files of UCX and of this package that are there."""
-    used, memory = _used(), set()
-    for path in Path("/dev/shm").glob("*"):
-        with contextlib.suppress(OSError):
-            if path.stat().st_ino not in used:
-                memory.add(f"left: {path}")
+def _files() -> set[Path]:
+    """Return the files of UCX and of this package that are there."""
     names = ("ucx*", "xpp*", "torch_xla_pp*")
-    return memory | {f"left: {p}" for name in names for p in Path("/tmp").glob(name)}
+    return {path for name in names for path in Path("/tmp").glob(name)}
 
 
-def _used() -> set[int]:
-    """Return the numbers of shared memory that processes have, of other jobs, too.
+def _shared_by(process: int) -> set[int]:
+    """Return the numbers of the shared memory that a process has.
 
-    Names do not tell: glibc renames a semaphore after it was mapped.
+    Names do not tell: glibc renames a semaphore after it was mapped, and other jobs of
+    the machine have some, too.
     """
-    found = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            lines = maps.read_text().splitlines()
-            found |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
-    return found
+    try:
+        lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+
+
+def _number(path: Path) -> int:
+    """Return the number of a file, zero if it is gone."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_ino
+    return 0
 
 
 def main() -> None:
