@@ -137,7 +137,21 @@ def keeps_all(folder: str) -> list[Tensor]:
             if isinstance(value, Tensor):
                 value.zero_()
     state.extra["mine"] = []
+    hooked: list[int] = []
+    weight = part.parts[str(rank)].weight
+    weight.grad = torch.ones_like(weight)
+    weight.register_post_accumulate_grad_hook(lambda _: hooked.append(rank))
     xpp.checkpoint.load(state, f"{folder}/step-1")
+    # As torch's own load, which copies in place.
+    assert torch.equal(weight.grad.cpu(), torch.ones(5, 3))
+    weight.sum().backward()
+    assert hooked and torch.equal(weight.grad.cpu(), torch.full((5, 3), 2.0))
+    # A view that is made after it writes into what was loaded.
+    loaded = weight.detach().cpu()
+    with torch.no_grad():
+        weight[0].mul_(2)
+        assert torch.equal(weight.cpu()[1:], loaded[1:])
+        weight[0].div_(2)
     assert part.calls == {rank: 4}
     assert state.extra == {"mine": [0], f"of-{rank}": {3: rank}}
     assert torch.equal(torch.rand(1), following) and not torch.equal(drawn, following)

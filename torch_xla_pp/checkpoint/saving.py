@@ -128,7 +128,8 @@ def load(
     """Load what `save` or torch.distributed.checkpoint has written, on any ranks.
 
     All ranks must call it. Each reads what its own stages need. Nothing is changed
-    before all ranks have read it all.
+    before all ranks have read it all. Gradients are no part of a checkpoint: `.grad`
+    stays what it is.
 
     Args:
         state: As for `save`.
