@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
+from torch_xla_pp import cpu
 from torch_xla_pp.checkpoint import folders
 from torch_xla_pp.checkpoint.planners import LoadPlanner, SavePlanner
 from torch_xla_pp.checkpoint.state import State
@@ -67,7 +68,8 @@ def save(
     _wait(group)
     saving = _Saving(group, Path(checkpoint_id), keep_last)
     saving.agree(state)
-    saving.run()
+    with cpu.copying_large_values():
+        saving.run()
     return saving.path
 
 
@@ -94,8 +96,8 @@ def async_save(
             it, or "refuse", an error on every rank.
 
     Returns:
-        What gives the folder when it is whole. Wait for it before the process group is
-        destroyed.
+        What gives the folder when it is whole. The process group is not destroyed, and
+        the program does not end, before.
 
     Raises:
         ValueError: `while_saving` is something else.
@@ -115,6 +117,8 @@ def async_save(
     with group.rendezvous.reporting():
         saving.stage()
     _running()[group] = saving
+    group.unfinished.add(saving.future)
+    saving.future.add_done_callback(group.unfinished.discard)
     saving.start()
     return saving.future
 
