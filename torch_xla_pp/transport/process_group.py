@@ -123,6 +123,11 @@ class XlaPpProcessGroup(dist.ProcessGroup):
             wait(group.unfinished)
         self._close()
 
+    @property
+    def is_left(self) -> bool:
+        """Return whether this rank has disconnected from the others."""
+        return not self._close.alive
+
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
         """Send tensors to group rank `dst`; returns when they are copied out."""
         if _any_xla(tensors):
