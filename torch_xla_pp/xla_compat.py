@@ -314,13 +314,11 @@ def replicate(value: Tensor) -> Tensor:
 def replace_value(tensor: Tensor, value: Tensor) -> None:
     """Let `tensor` be what `value` is, device data with its sharding.
 
-    It stays the object that others know; nothing is computed or copied, and a value
-    that does not divide evenly stays split. Views of what `tensor` was keep that; its
-    `grad` is None afterwards.
+    It stays the object that others know, with its `grad` and its hooks; nothing is
+    computed or copied, and a value that does not divide evenly stays split. Views of
+    what `tensor` was keep that.
     """
-    if isinstance(tensor, torch.nn.Parameter):
-        value = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
-    torch._C._swap_tensor_impl(tensor, value)
+    tensor.data = value
     torch.autograd.graph.increment_version(tensor)
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import resource
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -235,8 +236,6 @@ def seconds(folder: str) -> list[str]:
 
 def slow_write(folder: str) -> list[str]:
     """Let bytes take a while."""
-    import time
-
     write = saving.Writer.write_data
 
     def slowly(*args: Any) -> Any:
@@ -255,3 +254,29 @@ def test_a_second_save_waits_or_is_refused(worlds: Worlds, tmp_path: Path) -> No
     for text, *names in worlds.run(slow_write, ranks=2, args=args, timeout_s=300):
         assert "async_save: expected the save before to be done" in text
         assert names == ["step-2", "step-4"]
+
+
+def leaves_at_once(folder: str) -> bool:
+    """Destroy the group while bytes are written; return whether they are, after it."""
+    run = begin(folder)
+    write = saving.Writer.write_data
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(1.0)
+        return write(*args)
+
+    saving.Writer.write_data = slowly
+    try:
+        future = xpp.checkpoint.async_save(run.state, f"{folder}/step-2")
+        dist.destroy_process_group()
+    finally:
+        saving.Writer.write_data = write
+    return future.done() and future.exception() is None
+
+
+def test_a_group_is_destroyed_when_the_last_save_is_done(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    args = (str(tmp_path),)
+    assert worlds.run(leaves_at_once, ranks=2, args=args) == [True, True]
+    assert xpp.checkpoint.latest(tmp_path) == tmp_path / "step-2"

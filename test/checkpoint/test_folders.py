@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from torch_xla_pp.checkpoint import folders, latest
+from torch_xla_pp.errors import CheckpointError
 
 pytestmark = pytest.mark.pure
 
@@ -30,6 +31,37 @@ def test_the_newest_has_the_largest_number(tmp_path: Path) -> None:
     for name in ("step-9", "step-10", "best", "step-2"):
         finished(tmp_path / name)
     assert latest(tmp_path) == tmp_path / "step-10"
+
+
+def test_only_a_folder_of_checkpoints_has_a_newest_one(tmp_path: Path) -> None:
+    path = finished(tmp_path / "step-1")
+    with pytest.raises(CheckpointError, match="expected a folder .* got a checkpoint"):
+        latest(path)
+    with pytest.raises(CheckpointError, match="expected a folder .* got a file"):
+        latest(path / ".metadata")
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    for free in (tmp_path / "none", finished(tmp_path / "step-1")):
+        folders.check_replaceable(free)
+    with pytest.raises(CheckpointError, match="got a folder of other things, which"):
+        folders.check_replaceable(tmp_path)
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(CheckpointError, match="got a file, which would be lost"):
+        folders.check_replaceable(file)
+
+
+def test_two_programs_do_not_write_one_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "step-1"
+    hold = folders.Hold(folders.begin(path))
+    (folders.partial_of(path) / "part").write_text("")
+    # A lock is of an open file, so this is what another program would meet.
+    with pytest.raises(CheckpointError, match="got another program that writes"):
+        folders.begin(path)
+    assert (folders.partial_of(path) / "part").exists()
+    hold.release()
+    assert not any(folders.begin(path).iterdir())
 
 
 def test_what_is_not_finished_is_not_found(tmp_path: Path) -> None:

@@ -84,9 +84,48 @@ def compiles_nothing(folder: str) -> None:
         State(stages=[])
     with pytest.raises(TypeError, match="expected a State or a dict with one"):
         xpp.checkpoint.save({"best": 4}, folder)
+    refuses_other_kinds(run, folder)
     with pytest.raises(TypeError, match="expected what LoadPlanner has filled"):
         other.load_state_dict(other.state_dict())
     dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="got one that was destroyed"):
+        xpp.checkpoint.save(run.state, f"{folder}/step-8")
+
+
+def refuses_other_kinds(run: Run, folder: str) -> None:
+    """Whatever is of another kind is named; nothing of it is left in the folder."""
+    stages, module = run.stages, run.stages[0].submod
+    with pytest.raises(TypeError, match="expected stages, got Graph"):
+        State(stages=module)
+    with pytest.raises(TypeError, match="expected optimizers, got Parameter, "):
+        State(stages=stages, optimizer=module.parameters())
+    with pytest.raises(TypeError, match=r"expected a dict by texts .*, got \['1'\]"):
+        State(stages=stages, extra={1: 2})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"differ before a dot, got a\.b and a\."):
+        State(stages=stages, extra={"a": {"b": 3}, "a.b": 2})
+    with pytest.raises(TypeError, match="dict with one, got PipelineStage"):
+        xpp.checkpoint.save(stages[0], folder)
+    with pytest.raises(ValueError, match="expected the path of a folder, got '.'"):
+        xpp.checkpoint.save(run.state, "")
+    assert "got a folder of other things" in told(
+        lambda: xpp.checkpoint.save(run.state, folder)
+    )
+    other = torch.optim.SGD(module.parameters(), lr=0.1)
+    assert "betas" in (
+        text := told(
+            lambda: xpp.checkpoint.load(
+                State(stages=stages, optimizer=other), f"{folder}/step-6"
+            )
+        )
+    )
+    assert "in place of SGD with dampening, " in text
+    assert "betas" not in other.param_groups[0]
+    # Whoever calls, what is loaded can be trained.
+    with torch.inference_mode():
+        xpp.checkpoint.load(run.state, f"{folder}/step-5")
+    run.step()
+    hidden = {path.name for path in Path(folder).iterdir() if path.name[0] == "."}
+    assert not hidden
 
 
 def test_saving_compiles_nothing(worlds: Worlds, tmp_path: Path) -> None:
@@ -137,7 +176,21 @@ def keeps_all(folder: str) -> list[Tensor]:
             if isinstance(value, Tensor):
                 value.zero_()
     state.extra["mine"] = []
+    hooked: list[int] = []
+    weight = part.parts[str(rank)].weight
+    weight.grad = torch.ones_like(weight)
+    weight.register_post_accumulate_grad_hook(lambda _: hooked.append(rank))
     xpp.checkpoint.load(state, f"{folder}/step-1")
+    # As torch's own load, which copies in place.
+    assert torch.equal(weight.grad.cpu(), torch.ones(5, 3))
+    weight.sum().backward()
+    assert hooked and torch.equal(weight.grad.cpu(), torch.full((5, 3), 2.0))
+    # A view that is made after it writes into what was loaded.
+    loaded = weight.detach().cpu()
+    with torch.no_grad():
+        weight[0].mul_(2)
+        assert torch.equal(weight.cpu()[1:], loaded[1:])
+        weight[0].div_(2)
     assert part.calls == {rank: 4}
     assert state.extra == {"mine": [0], f"of-{rank}": {3: rank}}
     assert torch.equal(torch.rand(1), following) and not torch.equal(drawn, following)

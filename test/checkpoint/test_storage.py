@@ -2,13 +2,18 @@
 
 import random
 import subprocess
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+)
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import torch_xla_pp as xpp
 from torch_xla_pp.checkpoint.storage import Reader, Writer
@@ -16,8 +21,6 @@ from torch_xla_pp.checkpoint.storage import Reader, Writer
 pytestmark = [
     pytest.mark.pure,
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-    # Of torch's writer.
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
 ]
 
 VALUES = {"large": torch.arange(40_000.0), "small": torch.arange(3), "text": "abc"}
@@ -88,6 +91,32 @@ def test_a_file_that_is_not_there_is_named(folder: Path) -> None:
         load(folder)
 
 
+class Reading(DefaultSavePlanner):
+    """Reads a tensor when it is asked for, and knows which still are somewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[weakref.ref[Any]] = []
+        self.alive: list[int] = []
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        self.alive.append(sum(array() is not None for array in self.read))
+        array = super().lookup_object(index).numpy().copy()
+        self.read.append(weakref.ref(array))
+        return torch.from_numpy(array)
+
+
+def test_a_tensor_is_dropped_before_the_next_is_read(tmp_path: Path) -> None:
+    planner = Reading()
+    values = {str(index): torch.full((20_000,), float(index)) for index in range(4)}
+    dcp.save(values, storage_writer=Writer(tmp_path), planner=planner, no_dist=True)
+    assert planner.alive == [0, 0, 0, 0]
+    found = {name: torch.zeros(20_000) for name in values}
+    dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # Of torch's writer.
 def test_flipped_data_of_others_is_seen_too(tmp_path: Path) -> None:
     """torch writes a checksum of data, and does not look at it."""
     dcp.save(dict(VALUES), checkpoint_id=tmp_path, no_dist=True)

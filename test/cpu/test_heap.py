@@ -32,13 +32,24 @@ def use():
     for place in places:
         c.free(place)
 
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    use()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
 def run():
+    if "large" in sys.argv[5:]:
+        keeping = heap.keep_large(env.malloc_choices())
+        keeping.__enter__()
+        use()
+        print(faults())
+        keeping.__exit__(None, None, None)
+        print(faults())
+        return
     use()
     if sys.argv[5:]:
         heap.give_back(env.malloc_choices())
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    use()
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    print(faults())
 
 thread = threading.Thread(target=run)
 thread.start()
@@ -51,7 +62,10 @@ MODULES = [str(PACKAGE / name) for name in ("env.py", "cpu/heap.py")]
 def page_faults(
     *options: str, count: int = 96, size: int = 1 << 19, **variables: str
 ) -> int:
-    """Return how many pages values of 48 MiB take after others that were freed."""
+    """Return how many pages values of 48 MiB take after others that were freed.
+
+    With "large" that is while large values are kept, with "after", too, after that.
+    """
     others = {
         name: value
         for name, value in os.environ.items()
@@ -65,7 +79,7 @@ def page_faults(
         timeout=60,
         check=True,
     )
-    return int(run.stdout)
+    return int(run.stdout.split()["after" in options])
 
 
 def test_freed_memory_is_used_again() -> None:
@@ -82,6 +96,13 @@ def test_what_compilations_leave_is_given_back_but_not_against_the_users_will() 
 
 def test_large_values_leave_no_places_for_small_ones() -> None:
     assert page_faults(count=12, size=4 << 20) > 1000
+
+
+def test_large_values_are_kept_for_a_while() -> None:
+    assert page_faults("large", count=1, size=48 << 20) < 600
+    assert page_faults("large", "after", count=1, size=48 << 20) > 1000
+    variables = {"MALLOC_MMAP_THRESHOLD_": "1048576"}
+    assert page_faults("large", count=1, size=48 << 20, **variables) > 1000
 
 
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])

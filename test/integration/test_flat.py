@@ -1,7 +1,10 @@
 """After the first step nothing is compiled, gathered or read back, for many steps."""
 
+from typing import Any
+
 import pytest
 import torch
+import torch_xla
 import torch_xla.debug.metrics as metrics
 from integration.test_parity import SCHEDULES
 from integration.training import COUNTERS, Job, batch, run_step, start
@@ -10,6 +13,7 @@ from torch import nn
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 import torch_xla_pp as xpp
+from torch_xla_pp import xla_compat
 from torch_xla_pp.testing import Worlds
 
 pytestmark = pytest.mark.worlds
@@ -92,3 +96,39 @@ def test_equal_stages_of_a_rank_share_their_programs(
     assert first == 5
     # Stages 1 and 3 share theirs; the last one does not send on, and has the loss.
     assert last == 2 + 2 + 1 + 1
+
+
+def steps_that_compile(options: dict[str, Any], first: int, last: int) -> list[int]:
+    """Return in which of some steps an optimizer's program is compiled."""
+    layer = nn.Linear(2, 2).to(xpp.device())
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3, **options)
+    grads = [torch.ones_like(parameter) for parameter in layer.parameters()]
+
+    def compiles() -> bool:
+        before = xla_compat.num_compilations()
+        for parameter, grad in zip(layer.parameters(), grads, strict=True):
+            parameter.grad = grad
+        optimizer.step()
+        torch_xla.sync()
+        return xla_compat.num_compilations() > before
+
+    for _ in range(3):
+        compiles()
+    for slots in optimizer.state.values():
+        slots["step"].fill_(first - 2)
+    compiles()
+    return [step for step in range(first, last) if compiles()]
+
+
+def test_an_optimizer_is_compiled_again_where_two_of_its_numbers_become_equal(
+    worlds: Worlds,
+) -> None:
+    """The square root of 1 - 0.999 ** 6212 rounds to 0.999, AdamW's second beta."""
+    expected: list[tuple[dict[str, Any], list[int]]] = [
+        ({}, [6212]),
+        ({"betas": (0.9, 0.998)}, []),
+        ({"capturable": True}, []),
+    ]
+    for options, steps in expected:
+        args = (options, 6208, 6216)
+        assert worlds.run(steps_that_compile, ranks=1, args=args) == [steps]

@@ -12,6 +12,10 @@ from torch_xla_pp.checkpoint.catalogue import Catalogue, Path
 from torch_xla_pp.checkpoint.parts import Names
 from torch_xla_pp.errors import CheckpointError
 
+# What groups of parameters have besides the options of their optimizer.
+_NO_OPTIONS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "swa_lr"}
+_NO_OPTIONS |= {"base_momentum", "max_momentum"}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
@@ -21,12 +25,14 @@ class Wanted:
         values: Name in the model → key that counts rather, if it is there.
         slots: Names of the parameters that optimizers train, None if there is no
             optimizer.
+        options: Kind of an optimizer → names of its options.
         extra: Other things, by key.
         optional: Those that need not be there.
     """
 
     values: dict[str, str | None]
     slots: tuple[str, ...] | None
+    options: dict[str, frozenset[str]]
     extra: tuple[str, ...]
     optional: tuple[str, ...] = ()
 
@@ -113,6 +119,7 @@ class Contents(dict[str, Any]):
         faults = catalogue.faults()
         if self._wanted.slots and not found.has_optimizer:
             faults.append("no state of an optimizer")
+        faults += self._faults_of_options(found)
         lacking = [name for name in self._wanted.extra if not found.extra[name]]
         if lacking:
             faults.append(f"nothing for {', '.join(lacking)}")
@@ -122,6 +129,20 @@ class Contents(dict[str, Any]):
                 f"{'. '.join(faults)}. Load it into the model that it is of, or pass "
                 "strict=False to load what fits by name."
             )
+
+    def _faults_of_options(self, found: Found) -> list[str]:
+        """List optimizers that are of another kind than any in the checkpoint.
+
+        Versions of one kind, and schedulers, may add options; another kind has others.
+        """
+        paths = [path for group in found.options.values() for path in group]
+        saved = {str(path[0]).partition(".")[0] for path in paths} - _NO_OPTIONS
+        return [
+            f"an optimizer with {', '.join(sorted(saved - own))} in place of {kind} "
+            f"with {', '.join(sorted(own - saved))}"
+            for kind, own in self._wanted.options.items()
+            if saved and saved - own and own - saved
+        ]
 
     def _drop_prefix(self, found: Found, prefix: str) -> None:
         def short(keys: dict[Any, str]) -> None:

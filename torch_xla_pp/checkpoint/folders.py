@@ -4,12 +4,15 @@ Law: at any moment the last checkpoint that was finished is on disk under its na
 while another one takes its place, beside it.
 """
 
+import contextlib
+import fcntl
 import os
 import re
 import shutil
 from pathlib import Path
 
 from torch_xla_pp.checkpoint.storage import METADATA
+from torch_xla_pp.errors import CheckpointError
 
 _NUMBER = re.compile(r"(\d+)\D*$")
 _PARTIAL, _REPLACED = ".partial", ".replaced"
@@ -21,11 +24,67 @@ def partial_of(path: Path) -> Path:
 
 
 def begin(path: Path) -> Path:
-    """Make room for a checkpoint; what a killed save has left goes."""
+    """Make room for a checkpoint; what a killed save has left goes.
+
+    Raises:
+        CheckpointError: Another program is writing one.
+    """
     partial = partial_of(path)
+    if partial.exists():
+        Hold(partial).release()
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse to let a checkpoint take the place of what is none.
+
+    Raises:
+        CheckpointError: There is something else.
+    """
+    if not path.exists() or (path / METADATA).exists():
+        return
+    if not path.is_dir() or any(path.iterdir()):
+        kind = "a folder of other things" if path.is_dir() else "a file"
+        raise CheckpointError(
+            f"{path}: expected a checkpoint, an empty folder or nothing there, got "
+            f"{kind}, which would be lost. Give the checkpoint a name of its own, e.g. "
+            f"{path / 'step-1'}."
+        )
+
+
+class Hold:
+    """Tell other programs that a checkpoint is being written; ends with the process.
+
+    Args:
+        partial: The folder, see `begin`.
+
+    Raises:
+        CheckpointError: Another program has told so.
+    """
+
+    def __init__(self, partial: Path) -> None:
+        self._descriptor: int | None = os.open(partial, os.O_RDONLY)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._descriptor)
+            raise CheckpointError(
+                f"{partial}: expected to write alone, got another program that writes. "
+                "Wait for it, or save under another name."
+            ) from None
+        except OSError:  # Some shared storage has no locks.
+            self.release()
+
+    def release(self) -> None:
+        """Let others write there."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            # Processes that were forked meanwhile have it open, too.
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
 
 
 def drop(path: Path) -> None:
@@ -63,8 +122,18 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
 
     Args:
         path: The folder, which need not be there.
+
+    Raises:
+        CheckpointError: It is a file, or a checkpoint.
     """
-    found = _numbered(Path(path))
+    path = Path(path)
+    if path.exists() and (not path.is_dir() or (path / METADATA).exists()):
+        kind = "a checkpoint" if path.is_dir() else "a file"
+        raise CheckpointError(
+            f"{path}: expected a folder of checkpoints, got {kind}. Pass the folder "
+            "that it is in."
+        )
+    found = _numbered(path)
     return found[-1] if found else None
 
 

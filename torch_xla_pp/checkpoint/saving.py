@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
+from torch_xla_pp import cpu
 from torch_xla_pp.checkpoint import folders
 from torch_xla_pp.checkpoint.planners import LoadPlanner, SavePlanner
 from torch_xla_pp.checkpoint.state import State
@@ -67,7 +69,8 @@ def save(
     _wait(group)
     saving = _Saving(group, Path(checkpoint_id), keep_last)
     saving.agree(state)
-    saving.run()
+    with cpu.copying_large_values():
+        saving.run()
     return saving.path
 
 
@@ -94,8 +97,8 @@ def async_save(
             it, or "refuse", an error on every rank.
 
     Returns:
-        What gives the folder when it is whole. Wait for it before the process group is
-        destroyed.
+        What gives the folder when it is whole. The process group is not destroyed, and
+        the program does not end, before.
 
     Raises:
         ValueError: `while_saving` is something else.
@@ -112,9 +115,10 @@ def async_save(
     _wait(group)
     saving = _Saving(group, Path(checkpoint_id), keep_last)
     saving.agree(state)
-    with group.rendezvous.reporting():
-        saving.stage()
+    saving.stage()
     _running()[group] = saving
+    group.unfinished.add(saving.future)
+    saving.future.add_done_callback(group.unfinished.discard)
     saving.start()
     return saving.future
 
@@ -128,7 +132,8 @@ def load(
     """Load what `save` or torch.distributed.checkpoint has written, on any ranks.
 
     All ranks must call it. Each reads what its own stages need. Nothing is changed
-    before all ranks have read it all.
+    before all ranks have read it all. Gradients are no part of a checkpoint: `.grad`
+    stays what it is.
 
     Args:
         state: As for `save`.
@@ -143,7 +148,8 @@ def load(
     _wait(group)
     path = folders.existing(checkpoint_id)
     rendezvous = group.rendezvous
-    with rendezvous.reporting(f"loading {path}"):
+    # What is loaded may be trained, wherever it is called from.
+    with rendezvous.reporting(f"loading {path}"), torch.inference_mode(False):
         _check_alike(rendezvous.exchange("checkpoint: folder", str(path)))
         reader, planner = Reader(path), LoadPlanner(strict=strict)
         contents = _contents(state)
@@ -185,32 +191,52 @@ class _Saving:
         self.future: Future[Path] = Future()
         self._keep_last = keep_last
         self._rendezvous: Rendezvous = group.rendezvous
-        self._writer = Writer(folders.partial_of(path))
+        self._hold: folders.Hold | None = None
         self._planner = SavePlanner(shares=True)
 
     def agree(self, state: Saved) -> None:
         """Agree on who writes what."""
-        rendezvous, writer, planner = self._rendezvous, self._writer, self._planner
-        with rendezvous.reporting(f"saving {self.path}"):
-            if self._keep_last is not None and self._keep_last < 1:
-                raise ValueError(
-                    f"keep_last: expected 1 or more, got {self._keep_last}. Pass None "
-                    "to keep all."
-                )
-            is_first = rendezvous.rank == 0
-            if is_first:
-                _try(f"make {self.path}", lambda: folders.begin(self.path))
-            planner.set_up_planner(_contents(state), writer.storage_meta(), is_first)
-            writer.set_up_storage_writer(is_first)
-            own = planner.create_local_plan()
-            told = rendezvous.exchange("checkpoint: plan", own)
-            plans, self._metadata = planner.create_global_plan(told)
-            plans = writer.prepare_global_plan(plans)
-            self._plan: SavePlan = planner.finish_plan(plans[rendezvous.rank])
+        with self._rendezvous.reporting(f"saving {self.path}"):
+            try:
+                self._agree(state)
+            except BaseException:
+                self._give_up()
+                raise
+
+    def _agree(self, state: Saved) -> None:
+        rendezvous, planner = self._rendezvous, self._planner
+        _check_options(self.path, self._keep_last)
+        self._writer = writer = Writer(folders.partial_of(self.path))
+        is_first = rendezvous.rank == 0
+        if is_first:
+            self._hold = _try(f"make {self.path}", self._begin)
+        planner.set_up_planner(_contents(state), writer.storage_meta(), is_first)
+        writer.set_up_storage_writer(is_first)
+        own = planner.create_local_plan()
+        told = rendezvous.exchange("checkpoint: plan", (str(self.path), own))
+        _check_alike([path for path, _ in told])
+        plans, self._metadata = planner.create_global_plan([plan for _, plan in told])
+        plans = writer.prepare_global_plan(plans)
+        self._plan: SavePlan = planner.finish_plan(plans[rendezvous.rank])
+
+    def _begin(self) -> folders.Hold:
+        folders.check_replaceable(self.path)
+        return folders.Hold(folders.begin(self.path))
+
+    def _give_up(self) -> None:
+        """Remove what was written; what others write stays."""
+        if self._hold is not None:
+            folders.drop(self.path)
+            self._hold.release()
 
     def stage(self) -> None:
         """Copy what this rank writes."""
-        self._planner.stage(self._plan)
+        with self._rendezvous.reporting():
+            try:
+                self._planner.stage(self._plan)
+            except BaseException:
+                self._give_up()
+                raise
 
     def start(self) -> None:
         """Write in a thread of its own."""
@@ -244,9 +270,10 @@ class _Saving:
                 )
             _raise_first([fault for fault in self._meet("finished", fault)])
         except BaseException:
-            if self._rendezvous.rank == 0:
-                folders.drop(self.path)
+            self._give_up()
             raise
+        if self._hold is not None:
+            self._hold.release()
 
     def _write(self) -> list[WriteResult]:
         done = self._writer.write_data(self._plan, self._planner)
@@ -293,19 +320,42 @@ def _refuse_second(group: XlaPpProcessGroup) -> None:
 
 
 def _group_of(state: Saved) -> XlaPpProcessGroup:
-    if isinstance(state, State):
-        return state.group
-    found = [value.group for value in state.values() if isinstance(value, State)]
+    """Return the ranks that save or load.
+
+    Raises:
+        TypeError: There is no `State`.
+        RuntimeError: The ranks have left each other.
+    """
+    values = state.values() if isinstance(state, Mapping) else [state]
+    found = [value.group for value in values if isinstance(value, State)]
     if not found:
+        got = sorted(state) if isinstance(state, Mapping) else type(state).__name__
         raise TypeError(
-            f"checkpoint: expected a State or a dict with one, got {sorted(state)}. "
-            "Make a State of the stages."
+            f"checkpoint: expected a State or a dict with one, got {got}. Make a State "
+            "of the stages."
+        )
+    if found[0].is_left:
+        raise RuntimeError(
+            "checkpoint: expected a process group that is joined, got one that was "
+            "destroyed. Save and load before destroy_process_group."
         )
     return found[0]
 
 
+def _check_options(path: Path, keep_last: int | None) -> None:
+    if not path.name:
+        raise ValueError(
+            f"checkpoint_id: expected the path of a folder, got {str(path)!r}, which "
+            "has no name. Pass one, e.g. checkpoints/step-1."
+        )
+    if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
+        raise ValueError(
+            f"keep_last: expected 1 or more, got {keep_last!r}. Pass None to keep all."
+        )
+
+
 def _check_alike(told: list[str]) -> None:
-    """Refuse to load several checkpoints, say because a rank sees one too late."""
+    """Refuse several checkpoints, say because a rank sees the last one too late."""
     if len(set(told)) > 1:
         listed = "; ".join(f"rank {rank}: {own}" for rank, own in enumerate(told))
         raise CheckpointError(

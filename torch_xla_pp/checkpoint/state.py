@@ -56,6 +56,10 @@ class State:
         process_group: All ranks of the job, replicas included; None for the default
             group.
 
+    Raises:
+        TypeError: Something is of another kind.
+        ValueError: There are no stages, or a name in `extra` is within another one.
+
     Example:
         >>> state = State(stages=stages, optimizer=optimizer, extra={"data": loader})
         >>> save(state, "checkpoints/step-100", keep_last=3)
@@ -72,8 +76,9 @@ class State:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.extra = {} if extra is None else extra
+        _check_extra(self.extra)
         self._stages = _stages(stages, schedule)
-        self._optimizers = _several(Optimizer, optimizer)
+        self._optimizers = _optimizers(optimizer)
         self._scheduler = schedule if isinstance(schedule, Stateful) else None
         self._group = of_group(process_group)
 
@@ -92,7 +97,9 @@ class State:
 
         Raises:
             CheckpointError: Two stages have different things under one name.
+            TypeError, ValueError: `extra` has got such names.
         """
+        _check_extra(self.extra)
         self._settle()
         by_id = names_of(self._stages)
         told = self.rendezvous.exchange(
@@ -222,6 +229,10 @@ class State:
                 for name in held
             },
             slots=tuple(trained) if self._optimizers else None,
+            options={
+                type(optimizer).__name__: frozenset(optimizer.defaults)
+                for optimizer in self._optimizers
+            },
             extra=tuple(key for key, item in extra.items() if item != {}),
             optional=(f"progress.{_STEPS}", f"rng.{self.rendezvous.rank}", "rng.0"),
         )
@@ -285,13 +296,54 @@ def _stages(
             "State: expected the stages of this rank, or a schedule that drives them, "
             "got neither. Pass stages."
         )
+    others = [stage for stage in found if not _is_stage(stage)]
+    if others:
+        raise TypeError(
+            f"State: expected stages, got {', '.join(map(_kind, others))}. Pass what "
+            "build_stage returns, or a PipelineStage."
+        )
     return found
 
 
-def _several(kind: type[Optimizer], value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, kind) else list(value)
+def _is_stage(value: Any) -> bool:
+    return isinstance(getattr(value, "submod", None), torch.nn.Module)
+
+
+def _optimizers(value: Any) -> list[Optimizer]:
+    found = [] if value is None else [value]
+    if isinstance(value, Iterable) and not isinstance(value, (Optimizer, str)):
+        found = list(value)
+    others = [item for item in found if not isinstance(item, Optimizer)]
+    if others:
+        raise TypeError(
+            f"State: expected optimizers, got {', '.join(map(_kind, others))}. Pass "
+            "one of torch.optim, or several."
+        )
+    return found
+
+
+def _check_extra(extra: Any) -> None:
+    """Refuse what has no keys, and keys that DCP joins to equal ones."""
+    if not isinstance(extra, dict) or not all(isinstance(key, str) for key in extra):
+        keys = [*map(repr, extra)] if isinstance(extra, dict) else _kind(extra)
+        raise TypeError(
+            f"State: expected a dict by texts for extra, got {keys}. Name each thing."
+        )
+    inside = [
+        f"{key} and {other}"
+        for key in extra
+        for other in extra
+        if key.startswith(f"{other}.")
+    ]
+    if inside:
+        raise ValueError(
+            f"State: expected names in extra that differ before a dot, got "
+            f"{'; '.join(inside)}. Rename one of them."
+        )
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
 
 
 def _first_names(group: Mapping[str, Any], names: Names) -> dict[str, Any]:

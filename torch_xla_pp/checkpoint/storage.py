@@ -6,6 +6,7 @@ look at. What else there is has none: its checksum goes beside its place in the
 checkpoint's metadata, and that of the metadata into a file that `sha256sum -c` reads.
 """
 
+import gc
 import hashlib
 import io
 import os
@@ -13,16 +14,16 @@ import pickle
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import (
-    FileSystem,
+    DEFAULT_SUFFIX,
     FileSystemReader,
     FileSystemWriter,
+    _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import (
@@ -32,6 +33,8 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
+    WriteItem,
+    WriteItemType,
 )
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -48,31 +51,33 @@ _LOCAL_HEADER_BYTES = 30
 class Writer(FileSystemWriter):
     """Write a checkpoint with checksums.
 
+    A rank writes one file, one tensor after the other. torch's own loop keeps all that
+    it has written until the file is closed, hence a whole stage on the host.
+
     Args:
         path: A folder, made if it is not there.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._files = self.fs = _Files()
-
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> Future[list[WriteResult]]:
-        """Write this rank's file."""
-        done = super().write_data(plan, planner)
-        if self._files.errors:
-            raise self._files.errors[0]
-        results: list[WriteResult] = done.value()
-        files: dict[str, list[WriteResult]] = {}
-        for result in results:
-            files.setdefault(result.storage_data.relative_path, []).append(result)
-        for name, own in files.items():
-            with (Path(self.path) / name).open("rb") as file:
-                for result in own:
+        """Write this rank's file, what is no tensor first."""
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        items = sorted(plan.items, key=lambda i: i.type != WriteItemType.BYTE_IO)
+        results = []
+        path = Path(self.path) / name
+        if items:
+            with path.open("wb") as stream:
+                results = [_write(i, planner, stream, name) for i in items]
+                stream.flush()
+                os.fsync(stream.fileno())
+            with path.open("rb") as file:
+                for result in results:
                     place = result.storage_data
                     view = _View(file, place.offset, place.length)
                     setattr(place, _CHECKSUM, _rest_checksum(view, place.length))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -151,28 +156,6 @@ class Reader(FileSystemReader):
         return done
 
 
-class _Files(FileSystem):
-    """Keep what goes wrong: torch's writer loses the errors of all threads but one.
-
-    Attributes:
-        errors: What was raised while a file was open or being opened.
-    """
-
-    def __init__(self) -> None:
-        self.errors: list[BaseException] = []
-
-    @contextmanager
-    def create_stream(
-        self, path: str | os.PathLike[str], mode: str
-    ) -> Iterator[io.IOBase]:
-        try:
-            with super().create_stream(path, mode) as stream:
-                yield stream
-        except BaseException as error:
-            self.errors.append(error)
-            raise
-
-
 class _View(io.RawIOBase):
     """A part of a file as a file of its own."""
 
@@ -200,6 +183,30 @@ class _View(io.RawIOBase):
         data = self._file.read(left if size < 0 else min(size, left))
         self._position += len(data)
         return data
+
+
+def _write(
+    item: WriteItem, planner: SavePlanner, stream: IO[bytes], name: str
+) -> WriteResult:
+    """Write one part behind the others."""
+    offset = stream.tell()
+    value = planner.resolve_data(item)
+    if isinstance(value, io.BytesIO):
+        stream.write(value.getbuffer())
+    else:
+        tensor = value.detach().cpu()
+        is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
+        torch.save(tensor.clone() if is_part else tensor, stream)
+        if tensor.nbytes >= _LARGE_BYTES:
+            # torch.save defines a class at each call, which is a cycle and has all that
+            # was saved: without this that stays until Python collects garbage.
+            gc.collect(1)
+    length = stream.tell() - offset
+    return WriteResult(
+        index=item.index,
+        size_in_bytes=length,
+        storage_data=_StorageInfo(name, offset, length),
+    )
 
 
 def _by_file(

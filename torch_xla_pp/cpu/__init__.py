@@ -9,7 +9,18 @@ Three things, for speed, and so that programs never deadlock:
 On other kinds of devices none of it is done, and no variable or flag is set for it.
 """
 
-from torch_xla_pp.cpu.client import give_back_garbage, prepare_client, starting
+from torch_xla_pp.cpu.client import (
+    copying_large_values,
+    give_back_garbage,
+    prepare_client,
+    starting,
+)
 from torch_xla_pp.cpu.products import library_product
 
-__all__ = ["give_back_garbage", "library_product", "prepare_client", "starting"]
+__all__ = [
+    "copying_large_values",
+    "give_back_garbage",
+    "library_product",
+    "prepare_client",
+    "starting",
+]

@@ -52,6 +52,16 @@ def give_back_garbage() -> None:
         heap.give_back(env.malloc_choices())
 
 
+@contextlib.contextmanager
+def copying_large_values() -> Iterator[None]:
+    """Keep the memory of large values from one to the next, on CPU devices."""
+    if env.device_kind() != "CPU":
+        yield
+        return
+    with heap.keep_large(env.malloc_choices()):
+        yield
+
+
 def _num_threads(num_devices: int) -> int:
     """Return how many threads a client needs to avoid a deadlock."""
     return 2 if num_devices == 1 else 2 * num_devices + 1

@@ -13,9 +13,11 @@ number of microbatches.
 What compilations leave is not kept either: they take tens of MiB that no step needs.
 """
 
+import contextlib
 import ctypes
 import functools
 import logging
+from collections.abc import Iterator
 
 MOST_KEPT_BYTES = 1 << 20
 """Size of the largest values that are kept when they are freed, most of the time.
@@ -31,6 +33,9 @@ _SETTINGS = {
     _MMAP_THRESHOLD: MOST_KEPT_BYTES,
     _TRIM_THRESHOLD: (1 << 31) - 1,
 }
+
+# How many values have mappings of their own at most, and glibc's default.
+_MMAP_MAX, _MMAP_MAX_DEFAULT = -4, 1 << 16
 
 _logger = logging.getLogger(__name__)
 
@@ -67,3 +72,25 @@ def give_back(chosen: tuple[str, ...]) -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None and not chosen:
         trim(ctypes.c_size_t(0))
+
+
+@contextlib.contextmanager
+def keep_large(chosen: tuple[str, ...]) -> Iterator[None]:
+    """Keep large values, too, when they are freed, and give all of it back at the end.
+
+    For values that are made and dropped one after the other: otherwise each of them
+    takes fresh pages, which costs several times as much as to copy it.
+
+    Args:
+        chosen: Variables by which the user configured glibc, see `env.malloc_choices`.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or chosen:
+        yield
+        return
+    mallopt(_MMAP_MAX, 0)
+    try:
+        yield
+    finally:
+        mallopt(_MMAP_MAX, _MMAP_MAX_DEFAULT)
+        give_back(chosen)

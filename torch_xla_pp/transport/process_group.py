@@ -21,6 +21,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -77,6 +78,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         rendezvous: Agreement and errors of the group's ranks.
         wire: Messages of bytes between them.
         mailbox: Message → slot → value, between stages of this rank.
+        unfinished: What threads of the program's own still do with the other ranks.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -94,6 +96,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         self._closings: list[Callable[[], None]] = [self.wire.close]
         self._close = weakref.finalize(self, _close_all, self._closings)
         self.mailbox: dict[Message, dict[int, Tensor]] = {}
+        self.unfinished: set[Future[Any]] = set()
         _groups().add(self)
 
     @functools.cached_property
@@ -112,8 +115,18 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         return BACKEND
 
     def shutdown(self) -> None:
-        """Let pending sends arrive and disconnect from the peers."""
+        """Let pending sends arrive and disconnect from the peers.
+
+        Waits for what is unfinished in any group, since groups are left together.
+        """
+        for group in list(_groups()):
+            wait(group.unfinished)
         self._close()
+
+    @property
+    def is_left(self) -> bool:
+        """Return whether this rank has disconnected from the others."""
+        return not self._close.alive
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
         """Send tensors to group rank `dst`; returns when they are copied out."""
