@@ -11,8 +11,8 @@ pytestmark = pytest.mark.pure
 PACKAGE = "torch_xla_pp"
 ROOT = Path(__file__).parent.parent / PACKAGE
 LAYERS = (
-    ("errors", "env", "text"),
-    ("mesh", "schedule", "timeline", "xla_compat", "dump"),
+    ("errors", "env", "text", "record"),
+    ("work", "mesh", "schedule", "timeline", "xla_compat", "dump"),
     ("hlo", "native"),
     ("cpu", "deferred", "transport"),
     ("graph", "world"),
@@ -28,9 +28,9 @@ LAYERS = (
     ("testing",),
 )
 LAYER_OF = {name: i for i, names in enumerate(LAYERS) for name in names}
-PURE = {"mesh", "hlo", "graph", "plan", "schedule", "timeline", "simulate"}
+PURE = {"work", "mesh", "hlo", "graph", "plan", "schedule", "timeline", "simulate"}
 # These do not even need torch.
-PLAIN = {"schedule", "timeline", "simulate"}
+PLAIN = {"record", "work", "schedule", "timeline", "simulate"}
 EFFECTS = ("torch_xla", "_XLAC", "torch.distributed")
 XLA_PRIVATE = "xla_compat.py"
 GROUPS_PRIVATE = "transport/gloo_compat.py"
