@@ -19,7 +19,7 @@ LAYERS = (
     ("plan", "simulate", "torch_compat"),
     ("compile",),
     ("runtime",),
-    ("checkpoint", "profile", "launch"),
+    ("checkpoint", "profile", "launch", "planner"),
     ("cli",),
     ("torch_pipe",),
     ("pipe", "spmd"),
@@ -29,8 +29,9 @@ LAYERS = (
 )
 LAYER_OF = {name: i for i, names in enumerate(LAYERS) for name in names}
 PURE = {"work", "mesh", "hlo", "graph", "plan", "schedule", "timeline", "simulate"}
+PURE |= {"planner"}
 # These do not even need torch.
-PLAIN = {"record", "work", "schedule", "timeline", "simulate"}
+PLAIN = {"record", "work", "schedule", "timeline", "simulate", "planner"}
 EFFECTS = ("torch_xla", "_XLAC", "torch.distributed")
 XLA_PRIVATE = "xla_compat.py"
 GROUPS_PRIVATE = "transport/gloo_compat.py"

@@ -232,6 +232,12 @@ def _name_faults(graph: WorkGraph) -> Iterator[str]:
         for name, count in Counter(names).items():
             if count > 1:
                 yield f"expected {what} {name} once, got it {count} times. Keep one."
+    for work in graph.works:
+        if missing := {"none", "full"} - set(work.saved):
+            yield (
+                f"work {work.name}: expected what it saves for remat none and full, "
+                f"got nothing for {', '.join(sorted(missing))}. Add it."
+            )
 
 
 def _value_faults(graph: WorkGraph) -> Iterator[str]:

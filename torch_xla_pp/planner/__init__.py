@@ -1,0 +1,1 @@
+"""Find out how to cut a model into stages, and how to run them."""
