@@ -292,3 +292,44 @@ def _works(draw: st.DrawFn, name: str) -> Work:
         passed_bytes_per_row=draw(numbers),
         parameters=tuple(parameters),
     )
+
+
+@st.composite
+def series_parallel_graphs(draw: st.DrawFn, max_works: int = 7) -> WorkGraph:
+    """Works that are made of series and branches, one within another."""
+    count = draw(st.integers(1, max_works))
+    edges, _, _ = _joined(draw, 0, count)
+    names = [f"w{i}" for i in range(count)]
+    values = tuple(
+        WorkValue(
+            name=f"v{place}",
+            bytes_per_row=draw(st.integers(0, 1000)),
+            bytes=0,
+            has_gradient=True,
+            producer=name,
+            users=tuple(names[c] for p, c in sorted(edges) if p == place),
+            kept_by=tuple(names[c] for p, c in sorted(edges) if p == place),
+        )
+        for place, name in enumerate(names)
+    )
+    return WorkGraph(
+        works=tuple(draw(_works(name)) for name in names),
+        values=values,
+        rows=1,
+        outputs=(f"v{count - 1}",),
+    )
+
+
+def _joined(
+    draw: st.DrawFn, first: int, count: int
+) -> tuple[set[tuple[int, int]], list[int], list[int]]:
+    """Edges of works from `first` on, those without producers and without users."""
+    if count == 1:
+        return set(), [first], [first]
+    own = draw(st.integers(1, count - 1))
+    edges, heads, tails = _joined(draw, first, own)
+    others, other_heads, other_tails = _joined(draw, first + own, count - own)
+    if draw(st.booleans()):
+        between = {(tail, head) for tail in tails for head in other_heads}
+        return edges | others | between, heads, other_tails
+    return edges | others, heads + other_heads, tails + other_tails

@@ -1,0 +1,227 @@
+"""Search for the plan with the shortest step that fits.
+
+All settings are tried in the order of an estimate: a step of perfectly balanced stages.
+For each, orders of works are cut into runs, and branches into stages of their own; what
+is found is evaluated with its true edges. The best cuts are then improved by moves.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from torch_xla_pp.planner.branch_search import BranchTables, cut_branches
+from torch_xla_pp.planner.evaluation import (
+    Cut,
+    Evaluation,
+    Evaluator,
+    Setting,
+    renumbered,
+)
+from torch_xla_pp.planner.linear_orders import Order, linear_orders
+from torch_xla_pp.planner.moves import improved
+from torch_xla_pp.planner.orders import SPLIT
+from torch_xla_pp.planner.runs_search import Division, RunTables, cut_runs
+from torch_xla_pp.planner.settings import Request, settings_for
+
+_SLACK = 1.1
+_NUM_STARTS = 5
+
+
+@dataclass(kw_only=True, eq=False)
+class SearchResult:
+    """What a search has come to.
+
+    Args:
+        best: The best evaluation of each setting that was tried.
+        num_settings: Number of settings that there are.
+        num_pruned: How many of them were not tried.
+        num_evaluated: Number of cuts that were evaluated.
+    """
+
+    best: dict[Setting, Evaluation] = field(default_factory=dict)
+    num_settings: int = 0
+    num_pruned: int = 0
+    num_evaluated: int = 0
+
+    @property
+    def ranking(self) -> list[Evaluation]:
+        """The best of each setting, the best of all first."""
+        return sorted(self.best.values(), key=lambda found: found.sort_key)
+
+    def add(self, found: Evaluation) -> None:
+        """Note an evaluation."""
+        self.num_evaluated += 1
+        old = self.best.get(found.cut.setting)
+        if old is None or found.sort_key < old.sort_key:
+            self.best[found.cut.setting] = found
+
+
+def search(request: Request, evaluator: Evaluator) -> SearchResult:
+    """Return the best cuts of all settings that may be the best.
+
+    Args:
+        request: What is asked.
+        evaluator: What evaluates cuts.
+
+    Raises:
+        ValueError: No setting is possible.
+    """
+    cutter = _Cutter(request, evaluator)
+    settings = settings_for(request, evaluator)
+    settings.sort(key=lambda setting: (cutter.balanced_s(setting), setting.rows))
+    found = SearchResult(num_settings=len(settings))
+    limit_s = np.inf
+    for setting in settings:
+        if cutter.balanced_s(setting) > _SLACK * limit_s:
+            found.num_pruned += 1
+            continue
+        for cut in cutter.cuts(setting):
+            evaluation = evaluator.evaluate(cut)
+            found.add(evaluation)
+            if evaluation.fits:
+                limit_s = min(limit_s, evaluation.step_s)
+    if request.planner == "full":
+        for start in _starts(found.ranking):
+            found.add(improved(evaluator, start, request.remat))
+    return found
+
+
+def _starts(ranking: Sequence[Evaluation]) -> list[Evaluation]:
+    return [e for e in ranking if e.fits == ranking[0].fits][:_NUM_STARTS]
+
+
+class _Cutter:
+    """Cuts of a model for one setting after another; keeps what they share."""
+
+    def __init__(self, request: Request, evaluator: Evaluator) -> None:
+        self._request = request
+        self._evaluator = evaluator
+        self._divisions: dict[object, list[Division | None]] = {}
+        self._tables: dict[object, RunTables] = {}
+        self._branches: dict[object, BranchTables] = {}
+        self._orders: dict[object, tuple[Order, ...]] = {}
+        self._sums: dict[object, tuple[float, float, float, float]] = {}
+
+    def balanced_s(self, setting: Setting) -> float:
+        """Estimate a step of stages that all take equally long."""
+        total, path, late, final = self._totals(setting)
+        ranks, per_rank = setting.num_ranks, setting.stages_per_rank
+        action_s = self._evaluator.cluster.device.action_s
+        load = total / ranks + 2 * per_rank * action_s
+        fill = max(0.0, path - total / ranks) * (1 - 1 / ranks)
+        if setting.schedule in SPLIT:
+            fill *= max(0.0, 1 - 2 * late / total) if total else 0.0
+        if setting.schedule == "zbv":
+            fill /= 2
+        return setting.num_microbatches * load + fill / per_rank + final / ranks
+
+    def cuts(self, setting: Setting) -> Iterator[Cut]:
+        """Yield cuts that may be good for a setting."""
+        edges = self._evaluator.table.graph.edges
+        seen = set()
+        for division in self._found(setting):
+            numbers = renumbered(division.stages, edges)
+            if numbers is None:
+                continue
+            places = dict(zip(numbers, division.stages, strict=True))
+            remat = tuple(division.remat[places[n]] for n in range(len(places)))
+            cut = Cut(setting=setting, stages=numbers, remat=remat)
+            if (cut.stages, cut.remat) not in seen:
+                seen.add((cut.stages, cut.remat))
+                yield cut
+
+    def _found(self, setting: Setting) -> Iterator[Division]:
+        count = setting.num_stages
+        planner = self._request.planner
+        lives = self._lives(setting)
+        capacity = self._evaluator.cluster.capacity_bytes / setting.stages_per_rank
+        if planner in ("full", "spp", "pipedream"):
+            if planner == "pipedream":
+                capacity = np.inf
+            for order in self._orders_of(setting):
+                if planner != "full" and order != tuple(range(len(order))):
+                    continue
+                found = self._divided(setting, order, lives, capacity)
+                if len(found) >= count and found[count - 1] is not None:
+                    yield found[count - 1]  # type: ignore[misc]
+        if planner in ("full", "graphpipe") and setting.stages_per_rank == 1:
+            yield from self._branched(setting, lives, capacity)
+
+    def _divided(
+        self,
+        setting: Setting,
+        order: Order,
+        lives: tuple[float, ...],
+        capacity: float,
+    ) -> list[Division | None]:
+        """Cut an order; what serves several settings is kept."""
+        remat = self._request.remat
+        key = setting.strategy, setting.rows, order
+        if key not in self._tables:
+            works = self._evaluator.works(setting.strategy, setting.rows)
+            self._tables[key] = RunTables(order, works, remat)
+        whole = key, lives, capacity
+        if whole not in self._divisions:
+            self._divisions[whole] = cut_runs(self._tables[key], lives, capacity)
+        return self._divisions[whole]
+
+    def _branched(
+        self, setting: Setting, lives: tuple[float, ...], capacity: float
+    ) -> Iterator[Division]:
+        key = setting.strategy, setting.rows
+        if key not in self._branches:
+            works = self._evaluator.works(setting.strategy, setting.rows)
+            self._branches[key] = BranchTables(works, self._request.remat)
+        tables = self._branches[key]
+        if tables.is_chain and self._request.planner == "full":
+            return
+        yield from cut_branches(tables, setting.num_ranks, lives, capacity)
+
+    def _lives(self, setting: Setting) -> tuple[float, ...]:
+        """Return what is live with 1, 2, … stages to the end."""
+        stages, count = setting.num_stages, setting.num_microbatches
+        ranks, per_rank = setting.num_ranks, setting.stages_per_rank
+        if setting.schedule in ("1f1b", "dag"):
+            return tuple(float(min(f, count)) for f in range(1, stages + 1))
+        live = {
+            "gpipe": float(count),
+            "zb1p": float(ranks),
+            "zbv": float(ranks),
+            "interleaved": ((per_rank - 1) * ranks + 2 * ranks) / per_rank,
+        }[setting.schedule]
+        return (min(live, float(count)),) * stages
+
+    def _orders_of(self, setting: Setting) -> tuple[Order, ...]:
+        key = setting.strategy
+        if key not in self._orders:
+            works = self._evaluator.works(setting.strategy, setting.rows)
+            weights = sum(works.seconds).tolist()  # type: ignore[union-attr]
+            edges = self._evaluator.table.graph.edges
+            self._orders[key] = linear_orders(edges, weights)
+        return self._orders[key]
+
+    def _totals(self, setting: Setting) -> tuple[float, float, float, float]:
+        """Return seconds of all works, of the longest path, of W, and at the end."""
+        key = setting.strategy, setting.rows, setting.replicas
+        if key not in self._sums:
+            works = self._evaluator.works(setting.strategy, setting.rows)
+            forward, inputs, weights = works.seconds
+            loads = (forward + inputs + weights).tolist()
+            longest = loads[:]
+            for producer, consumer in self._evaluator.table.graph.edges:
+                through = longest[producer] + loads[consumer]
+                longest[consumer] = max(longest[consumer], through)
+            final = works.gradient_sum_s(setting.replicas) + works.optimizer_s
+            self._sums[key] = (
+                sum(loads),
+                max(longest),
+                float(weights.sum()),
+                float(final.sum()),
+            )
+        return self._sums[key]
+
+
+def best_of(found: SearchResult) -> Evaluation:
+    """Return the best evaluation, whether it fits or not."""
+    return found.ranking[0]
