@@ -42,7 +42,7 @@ def improved(
             break
         near.sort(key=lambda cut: estimated_s(evaluator, cut))
         is_small = evaluator.table.num_works <= _SMALL
-        tried = near[: 4 * num_tried if is_small else num_tried]
+        tried = near[: 10 * num_tried if is_small else num_tried]
         seen.update(map(_key, tried))
         found = min(map(evaluator.evaluate, tried), key=lambda e: e.sort_key)
         if not found.sort_key < best.sort_key:

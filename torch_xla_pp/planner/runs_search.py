@@ -81,9 +81,18 @@ class RunTables:
             again = np.where(better, remat == "full", again)
         return found, again
 
+    def sizes(self, live: float) -> tuple[Array, Array]:
+        """Return the least bytes that each run holds, and whether it computes again."""
+        choices = sorted(self.remat, reverse=True)
+        held = np.array([self.state + live * self.saved[remat] for remat in choices])
+        least = held.argmin(0)
+        found = held.min(0)
+        found[np.tril(np.ones(found.shape, dtype=bool), -1)] = np.inf
+        return found, np.array(choices)[least] == "full"
+
 
 def cut_runs(
-    tables: RunTables, lives: Sequence[float], capacity: float
+    tables: RunTables, lives: Sequence[float], capacity: float | None
 ) -> list[Division | None]:
     """Return for 1, 2, … stages the runs with the least bottleneck, None if none fit.
 
@@ -92,7 +101,8 @@ def cut_runs(
     Args:
         tables: What runs take.
         lives: Microbatches in flight in a stage with 1, 2, … stages to the end.
-        capacity: Bytes that a stage may hold.
+        capacity: Bytes that a stage may hold; None to take as the bottleneck the most
+            bytes of a stage in place of its time.
     """
     count = len(tables.order)
     rests = np.full(count + 1, np.inf)
@@ -102,7 +112,8 @@ def cut_runs(
     kept: tuple[float, tuple[Array, Array]] | None = None
     for live in lives[:count]:
         if kept is None or kept[0] != live:
-            kept = live, tables.times(live, capacity)
+            own = tables.sizes(live) if capacity is None else None
+            kept = live, own or tables.times(live, capacity or 0.0)
         times, again = kept[1]
         worst = np.maximum(times, rests[None, 1:])
         ends = worst.argmin(1)

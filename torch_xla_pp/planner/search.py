@@ -5,7 +5,7 @@ For each, orders of works are cut into runs, and branches into stages of their o
 is found is evaluated with its true edges. The best cuts are then improved by moves.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,7 +25,7 @@ from torch_xla_pp.planner.runs_search import Division, RunTables, cut_runs
 from torch_xla_pp.planner.settings import Request, settings_for
 
 _SLACK = 1.1
-_NUM_STARTS = 5
+_NUM_STARTS = 6
 
 
 @dataclass(kw_only=True, eq=False)
@@ -34,12 +34,14 @@ class SearchResult:
 
     Args:
         best: The best evaluation of each setting that was tried.
+        starts: The best evaluations of all, from which moves begin.
         num_settings: Number of settings that there are.
         num_pruned: How many of them were not tried.
         num_evaluated: Number of cuts that were evaluated.
     """
 
     best: dict[Setting, Evaluation] = field(default_factory=dict)
+    starts: list[Evaluation] = field(default_factory=list)
     num_settings: int = 0
     num_pruned: int = 0
     num_evaluated: int = 0
@@ -52,9 +54,21 @@ class SearchResult:
     def add(self, found: Evaluation) -> None:
         """Note an evaluation."""
         self.num_evaluated += 1
+        self.starts.append(found)
+        if len(self.starts) > 4 * _NUM_STARTS:
+            self._keep_best_starts()
         old = self.best.get(found.cut.setting)
         if old is None or found.sort_key < old.sort_key:
             self.best[found.cut.setting] = found
+
+    def take_starts(self) -> list[Evaluation]:
+        """Return where moves begin; they are not kept."""
+        self._keep_best_starts()
+        taken, self.starts = self.starts, []
+        return taken
+
+    def _keep_best_starts(self) -> None:
+        self.starts = sorted(self.starts, key=lambda e: e.sort_key)[:_NUM_STARTS]
 
 
 def search(request: Request, evaluator: Evaluator) -> SearchResult:
@@ -82,13 +96,9 @@ def search(request: Request, evaluator: Evaluator) -> SearchResult:
             if evaluation.fits:
                 limit_s = min(limit_s, evaluation.step_s)
     if request.planner == "full":
-        for start in _starts(found.ranking):
+        for start in found.take_starts():
             found.add(improved(evaluator, start, request.remat))
     return found
-
-
-def _starts(ranking: Sequence[Evaluation]) -> list[Evaluation]:
-    return [e for e in ranking if e.fits == ranking[0].fits][:_NUM_STARTS]
 
 
 class _Cutter:
@@ -142,9 +152,13 @@ class _Cutter:
             for order in self._orders_of(setting):
                 if planner != "full" and order != tuple(range(len(order))):
                     continue
-                found = self._divided(setting, order, lives, capacity)
-                if len(found) >= count and found[count - 1] is not None:
-                    yield found[count - 1]  # type: ignore[misc]
+                # Where nothing fits, what holds least is where moves begin.
+                for bound in (capacity, None):
+                    found = self._divided(setting, order, lives, bound)
+                    division = found[count - 1] if len(found) >= count else None
+                    if division is not None:
+                        yield division
+                        break
         if planner in ("full", "graphpipe") and setting.stages_per_rank == 1:
             yield from self._branched(setting, lives, capacity)
 
@@ -153,7 +167,7 @@ class _Cutter:
         setting: Setting,
         order: Order,
         lives: tuple[float, ...],
-        capacity: float,
+        capacity: float | None,
     ) -> list[Division | None]:
         """Cut an order; what serves several settings is kept."""
         remat = self._request.remat
