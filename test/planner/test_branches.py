@@ -15,6 +15,7 @@ from torch_xla_pp.planner.branch_search import (
 )
 from torch_xla_pp.planner.devices import DEVICES, Cluster
 from torch_xla_pp.planner.evaluation import Evaluator, renumbered
+from torch_xla_pp.planner.runs_search import OrderRuns
 from torch_xla_pp.planner.strategies import Strategy
 from torch_xla_pp.planner.work_costs import WorkTable
 from torch_xla_pp.planner.work_tree import WorkTree, tree_of
@@ -29,7 +30,9 @@ Stages = tuple[frozenset[int], ...]
 def tables_of(graph: WorkGraph) -> BranchTables:
     cluster = Cluster(device=DEVICES["cpu"], num_devices=1)
     works = Evaluator(table=WorkTable(graph), cluster=cluster).works(Strategy(), 2)
-    return BranchTables(works, ["none", "full"])
+    tree = tree_of(graph.ancestors, sum(works.seconds).tolist())  # type: ignore[union-attr]
+    order = OrderRuns(tree.works, works.table)
+    return BranchTables(tree, order, works, ["none", "full"])
 
 
 @MANY

@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import work_graphs
+from strategies import StageDag, stage_dags, work_graphs
 
 from torch_xla_pp.planner.devices import DEVICES, Cluster
 from torch_xla_pp.planner.evaluation import Cut, Evaluator, Setting, renumbered
 from torch_xla_pp.planner.linear_orders import RunSums, linear_orders
-from torch_xla_pp.planner.runs_search import RunTables, cut_runs
+from torch_xla_pp.planner.orders import branches_1f1b
+from torch_xla_pp.planner.runs_search import OrderRuns, RunTables, cut_runs
 from torch_xla_pp.planner.strategies import Strategy
 from torch_xla_pp.planner.work_costs import WorkTable
+from torch_xla_pp.schedule import dag_1f1b
 from torch_xla_pp.work import WorkGraph
 
 pytestmark = pytest.mark.pure
@@ -41,8 +43,8 @@ def test_tables_of_runs_say_what_is_in_each_run(
     order = data.draw(st.sampled_from(linear_orders(graph.edges, [1.0] * count)))
     sizes = np.arange(1.0, len(graph.values) + 1)
     runs = RunSums(order)
-    holding = runs.holding(table.keepers, sizes)
-    entering = runs.entering(table.producers, table.users, sizes)
+    holding = runs.holding(table.keepers).sums(sizes)
+    entering = runs.entering(table.producers, table.users).sums(sizes)
     sums = runs.sums(np.arange(float(count)))
     for first in range(count):
         for last in range(first, count):
@@ -85,7 +87,7 @@ def test_a_run_costs_what_the_evaluation_says(graph: WorkGraph, remat: str) -> N
     cluster = Cluster(device=DEVICES["cpu"], num_devices=1)
     evaluator = Evaluator(table=WorkTable(graph), cluster=cluster)
     works = evaluator.works(Strategy(), 4)
-    tables = RunTables(tuple(range(count)), works, [remat])
+    tables = RunTables(OrderRuns(tuple(range(count)), works.table), works, [remat])
     for middle in range(1, count):
         stages = (0,) * middle + (1,) * (count - middle)
         cut = Cut(
@@ -109,7 +111,9 @@ def test_the_least_bottleneck_is_found(graph: WorkGraph, data: st.DataObject) ->
     count = len(graph.works)
     cluster = Cluster(device=DEVICES["cpu"], num_devices=1)
     works = Evaluator(table=WorkTable(graph), cluster=cluster).works(Strategy(), 2)
-    tables = RunTables(tuple(range(count)), works, ["none", "full"])
+    tables = RunTables(
+        OrderRuns(tuple(range(count)), works.table), works, ["none", "full"]
+    )
     most = float(tables.state[0, -1] + 3 * tables.saved["none"][0, -1])
     capacity = data.draw(st.floats(0, most)) if most else 0.0
     lives = [float(f) for f in range(1, count + 1)]
@@ -136,3 +140,14 @@ def test_stages_that_use_each_other_in_a_circle_have_no_numbers() -> None:
     edges = [(0, 1), (1, 2)]
     assert renumbered([0, 1, 0], edges) is None
     assert renumbered([5, 5, 2], edges) == (0, 0, 1)
+
+
+@FEW
+@given(dag=stage_dags(), num_microbatches=st.integers(1, 9))
+def test_the_order_for_branches_is_that_of_the_builder(
+    dag: StageDag, num_microbatches: int
+) -> None:
+    placement = {stage: stage for stage in range(dag.num_stages)}
+    built = dag_1f1b(dag.edges, placement, num_microbatches)
+    found = branches_1f1b(dag.num_stages, num_microbatches, dag.edges)
+    assert found == built

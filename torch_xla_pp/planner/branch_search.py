@@ -20,35 +20,37 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torch_xla_pp.planner.linear_orders import Order
-from torch_xla_pp.planner.runs_search import Division, RunTables
+from torch_xla_pp.planner.runs_search import Division, OrderRuns, RunTables
 from torch_xla_pp.planner.work_costs import Array, WorkCosts
-from torch_xla_pp.planner.work_tree import WorkTree, tree_of
+from torch_xla_pp.planner.work_tree import WorkTree
 
 # More ranks and deeper trees than this are left to runs of an order.
 MOST_RANKS = 32
 _MOST_PARTS = 160
 _GAIN = 0.99
+# Parts whose times differ by rounding alone share a table.
+_ROUNDING = 1 + 1e-6
 
 
 class BranchTables:
     """The tree of a model, and what runs of its works take.
 
     Args:
+        tree: The tree.
+        order: Its works in their order.
         works: What works cost.
         remat: Which of "none" and "full" are allowed.
     """
 
-    def __init__(self, works: WorkCosts, remat: Sequence[str]) -> None:
-        weights = sum(works.seconds).tolist()  # type: ignore[union-attr]
-        self.tree = tree_of(works.table.graph.ancestors, weights)
-        order: Order = self.tree.works
+    def __init__(
+        self,
+        tree: WorkTree,
+        order: OrderRuns,
+        works: WorkCosts,
+        remat: Sequence[str],
+    ) -> None:
+        self.tree = tree
         self.runs = RunTables(order, works, remat)
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether there is no branch."""
-        return not self.tree.has_branches
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +126,7 @@ class _Solver:
         key = repr(_shape(tree)).encode() + part.tobytes()
         if key not in self._known:
             if tree.kind == "work":
-                least = self._one_stage(start, end - 1, self._nothing())
+                least = self._alone(start, end - 1)
                 self._known[key] = _Solved(least)
             else:
                 self._known[key] = self._solve_parts(tree, start)
@@ -154,6 +156,11 @@ class _Solver:
         found = np.full_like(rest, np.inf)
         times = self._times[:, first, last][None, :, None]
         found[1:, 1:] = np.maximum(rest[:-1, :-1], times)
+        return found
+
+    def _alone(self, first: int, last: int) -> Array:
+        """Put one stage before whatever follows."""
+        found = self._one_stage(first, last, self._nothing())
         least: Array = np.minimum.accumulate(found, axis=1)
         return least
 
@@ -173,8 +180,7 @@ class _Solver:
                 if tree.kind == "series":
                     one = self._one_stage(first, last, after)
                 else:
-                    alone = self._one_stage(first, last, self._nothing())
-                    one = _beside(alone[:2], after)
+                    one = _beside(self._alone(first, last)[:2], after)
                 np.minimum(rest, one, out=rest)
             part_solved = solved[number]
             if part_solved is not None:
@@ -205,7 +211,7 @@ class _Solver:
         while number < count:
             # The least bound on the depth that reaches the same bottleneck.
             line = solved.rests[number][ranks, :, after]
-            value = line[depth]
+            value = line[depth] * _ROUNDING
             if tree.kind == "series":
                 number, ranks, depth = self._trace_series(
                     solved, tree, starts, number, (ranks, depth, after), value, found

@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torch_xla_pp.planner.work_costs import Array
 
@@ -96,8 +97,9 @@ class RunSums:
     def __init__(self, order: Order) -> None:
         self._order = np.array(order)
         self._count = len(order)
-        self._places = np.empty(self._count, dtype=int)
-        self._places[self._order] = np.arange(self._count)
+        self._places = [0] * self._count
+        for place, work in enumerate(order):
+            self._places[work] = place
 
     def sums(self, per_work: Array) -> Array:
         """Return the sum over the works of each run."""
@@ -105,44 +107,46 @@ class RunSums:
         found: Array = ends[None, 1:] - ends[:-1, None]
         return found
 
-    def holding(self, groups: Sequence[Sequence[int]], sizes: Array) -> Array:
-        """Return for each run the sizes of the groups that have a member in it."""
-        corners = self._corners()
-        for members, size in zip(groups, sizes, strict=True):
-            before = -1
-            for place in sorted({int(self._places[work]) for work in members}):
-                corners.add(before + 1, place, place, size)
-                before = place
-        return corners.table()
+    def holding(self, groups: Sequence[Sequence[int]]) -> "RunCounts":
+        """Return for each run which groups have a member in it."""
+        return self.entering([-1] * len(groups), groups)
 
     def entering(
-        self, producers: Sequence[int], users: Sequence[Sequence[int]], sizes: Array
-    ) -> Array:
-        """Return the sizes of the values that each run uses and does not make."""
-        corners = self._corners()
-        for producer, members, size in zip(producers, users, sizes, strict=True):
-            before = -1 if producer < 0 else int(self._places[producer])
-            for place in sorted({int(self._places[work]) for work in members}):
-                corners.add(before + 1, place, place, size)
+        self, producers: Sequence[int], users: Sequence[Sequence[int]]
+    ) -> "RunCounts":
+        """Return for each run the values that it uses and does not make.
+
+        Args:
+            producers: The work that makes each value, -1 for none.
+            users: The works that use each value.
+        """
+        corners: list[tuple[int, int, int, int]] = []
+        for number, members in enumerate(users):
+            producer = producers[number]
+            before = -1 if producer < 0 else self._places[producer]
+            for place in sorted({self._places[work] for work in members}):
+                corners.append((before + 1, place + 1, place, number))
                 before = place
-        return corners.table()
-
-    def _corners(self) -> "_Corners":
-        return _Corners(self._count)
+        return RunCounts(self._count, np.array(corners, dtype=int).reshape(-1, 4))
 
 
-class _Corners:
-    """Sums of rectangles in a table of runs, of which only corners are noted."""
+class RunCounts:
+    """Which of some values count for each run, as corners of rectangles.
 
-    def __init__(self, count: int) -> None:
-        self._table = np.zeros((count + 1, count + 1))
+    Args:
+        count: Number of works.
+        corners: First line, line after the last one, first column, number of a value.
+    """
 
-    def add(self, first: int, last: int, end: int, size: float) -> None:
-        """Add to all runs that begin at `first` to `last` and end at `end` or later."""
-        self._table[first, end] += size
-        self._table[last + 1, end] -= size
+    def __init__(self, count: int, corners: NDArray[np.int_]) -> None:
+        self._count = count
+        self._corners = corners
 
-    def table(self) -> Array:
-        """Return the sums."""
-        found: Array = self._table.cumsum(0).cumsum(1)[:-1, :-1]
+    def sums(self, sizes: Array) -> Array:
+        """Return for each run the sum of the sizes of the values that count."""
+        table = np.zeros((self._count + 1, self._count + 1))
+        firsts, afters, columns, numbers = self._corners.T
+        np.add.at(table, (firsts, columns), sizes[numbers])
+        np.add.at(table, (afters, columns), -sizes[numbers])
+        found: Array = table.cumsum(0).cumsum(1)[:-1, :-1]
         return found

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch_xla_pp.schedule import (
     Action,
     Schedule,
-    dag_1f1b,
     gpipe,
     interleaved_1f1b,
     one_f_one_b,
@@ -21,11 +20,39 @@ from torch_xla_pp.schedule import (
 from torch_xla_pp.simulate import StepOrder
 
 Edges = tuple[tuple[int, int], ...]
+
+
+def branches_1f1b(num_ranks: int, num_microbatches: int, edges: Edges) -> Schedule:
+    """Return `dag_1f1b` of one stage on each rank, without its simulation.
+
+    A stage runs as many forwards as there are stages below it on the longest path to
+    an end, then a forward and a backward in turn.
+
+    Args:
+        num_ranks: Number of ranks.
+        num_microbatches: Number of microbatches.
+        edges: Pairs (producer, consumer) of stages.
+    """
+    depths = [1] * num_ranks
+    for producer, consumer in sorted(edges, reverse=True):
+        depths[producer] = max(depths[producer], 1 + depths[consumer])
+    rows = []
+    for stage, depth in enumerate(depths):
+        ahead = min(depth - 1, num_microbatches)
+        row = [Action(stage=stage, kind="F", microbatch=mb) for mb in range(ahead)]
+        for mb in range(num_microbatches):
+            if ahead + mb < num_microbatches:
+                row.append(Action(stage=stage, kind="F", microbatch=ahead + mb))
+            row.append(Action(stage=stage, kind="B", microbatch=mb))
+        rows.append(tuple(row))
+    return Schedule(actions=tuple(rows))
+
+
 # Number of ranks, of microbatches, of stages on a rank, and edges → schedule.
 _BUILDERS: Mapping[str, Callable[[int, int, int, Edges], Schedule]] = {
     "1f1b": lambda p, m, v, e: one_f_one_b(p, m),
     "zb1p": lambda p, m, v, e: zb1p(p, m, v),
-    "dag": lambda p, m, v, e: dag_1f1b(e, {s: s for s in range(p)}, m),
+    "dag": lambda p, m, v, e: branches_1f1b(p, m, e),
     "gpipe": lambda p, m, v, e: gpipe(p, m),
     "interleaved": lambda p, m, v, e: interleaved_1f1b(p, m, v),
     "zbv": lambda p, m, v, e: zbv(p, m),

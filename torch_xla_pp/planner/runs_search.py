@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torch_xla_pp.planner.linear_orders import Order, RunSums
-from torch_xla_pp.planner.work_costs import Array, WorkCosts
+from torch_xla_pp.planner.work_costs import Array, WorkCosts, WorkTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,31 +34,47 @@ class Division:
     remat: tuple[str, ...]
 
 
+class OrderRuns:
+    """What an order's runs hold, whatever the works cost.
+
+    Args:
+        order: The works in their order.
+        table: The works.
+    """
+
+    def __init__(self, order: Order, table: WorkTable) -> None:
+        self.order = order
+        self.runs = RunSums(order)
+        self.kept = self.runs.holding(table.keepers)
+        self.entering = self.runs.entering(table.producers, table.users)
+
+
 class RunTables:
     """What each run of an order takes and holds as a stage.
 
     Args:
-        order: The works in their order.
-        works: What they cost.
+        order: The order and its runs.
+        works: What works cost.
         remat: Which of "none" and "full" are allowed.
     """
 
-    def __init__(self, order: Order, works: WorkCosts, remat: Sequence[str]) -> None:
-        runs, table = RunSums(order), works.table
+    def __init__(
+        self, order: OrderRuns, works: WorkCosts, remat: Sequence[str]
+    ) -> None:
+        runs = order.runs
         forward, inputs, weights = works.seconds
         device, link = works.cluster.device, works.cluster.network.default
-        entering = runs.entering(table.producers, table.users, works.message_bytes)
+        entering = order.entering.sums(works.message_bytes)
         base = runs.sums(forward + inputs + weights) + 2 * device.action_s
         base = np.maximum(base, entering / link.bytes_per_s)
-        self.order = order
+        self.order = order.order
         self.remat = tuple(remat)
         self.loads = {"none": base, "full": base + runs.sums(forward)}
         self.state = runs.sums(works.parameter_bytes * (2 + works.optimizer_bytes))
         own = {name: runs.sums(held) for name, held in works.saved.items()}
         self.saved = {
-            "none": own["none"] + runs.holding(table.keepers, works.value_bytes),
-            "full": own["full"]
-            + runs.entering(table.producers, table.users, works.value_bytes),
+            "none": own["none"] + order.kept.sums(works.value_bytes),
+            "full": own["full"] + order.entering.sums(works.value_bytes),
         }
         # A run that ends before it begins is none.
         below = np.tril(np.ones(base.shape, dtype=bool), -1)

@@ -19,10 +19,11 @@ from torch_xla_pp.planner.evaluation import (
     renumbered,
 )
 from torch_xla_pp.planner.linear_orders import Order, linear_orders
-from torch_xla_pp.planner.moves import improved
+from torch_xla_pp.planner.moves import estimated_s, improved
 from torch_xla_pp.planner.orders import SPLIT
-from torch_xla_pp.planner.runs_search import Division, RunTables, cut_runs
+from torch_xla_pp.planner.runs_search import Division, OrderRuns, RunTables, cut_runs
 from torch_xla_pp.planner.settings import Request, settings_for
+from torch_xla_pp.planner.work_tree import WorkTree, tree_of
 
 _SLACK = 1.1
 _NUM_STARTS = 6
@@ -87,10 +88,15 @@ def search(request: Request, evaluator: Evaluator) -> SearchResult:
     found = SearchResult(num_settings=len(settings))
     limit_s = np.inf
     for setting in settings:
-        if cutter.balanced_s(setting) > _SLACK * limit_s:
+        if cutter.balanced_s(setting) > _SLACK * limit_s or (
+            limit_s < np.inf and not cutter.may_fit(setting)
+        ):
             found.num_pruned += 1
             continue
         for cut in cutter.cuts(setting):
+            # It is within a few percent of the step.
+            if estimated_s(evaluator, cut) > _SLACK * limit_s:
+                continue
             evaluation = evaluator.evaluate(cut)
             found.add(evaluation)
             if evaluation.fits:
@@ -110,6 +116,9 @@ class _Cutter:
         self._divisions: dict[object, list[Division | None]] = {}
         self._tables: dict[object, RunTables] = {}
         self._branches: dict[object, BranchTables] = {}
+        self._grown: dict[object, list[Division]] = {}
+        self._runs: dict[Order, OrderRuns] = {}
+        self._trees: dict[object, WorkTree] = {}
         self._orders: dict[object, tuple[Order, ...]] = {}
         self._sums: dict[object, tuple[float, float, float, float]] = {}
 
@@ -125,6 +134,13 @@ class _Cutter:
         if setting.schedule == "zbv":
             fill /= 2
         return setting.num_microbatches * load + fill / per_rank + final / ranks
+
+    def may_fit(self, setting: Setting) -> bool:
+        """Tell if the state of all stages is not more than all ranks have."""
+        works = self._evaluator.works(setting.strategy, setting.rows)
+        state = works.parameter_bytes.sum() * (2 + works.optimizer_bytes)
+        capacity = self._evaluator.cluster.capacity_bytes * setting.num_ranks
+        return bool(state <= capacity)
 
     def cuts(self, setting: Setting) -> Iterator[Cut]:
         """Yield cuts that may be good for a setting."""
@@ -174,7 +190,7 @@ class _Cutter:
         key = setting.strategy, setting.rows, order
         if key not in self._tables:
             works = self._evaluator.works(setting.strategy, setting.rows)
-            self._tables[key] = RunTables(order, works, remat)
+            self._tables[key] = RunTables(self._runs_of(order), works, remat)
         whole = key, lives, capacity
         if whole not in self._divisions:
             self._divisions[whole] = cut_runs(self._tables[key], lives, capacity)
@@ -183,14 +199,41 @@ class _Cutter:
     def _branched(
         self, setting: Setting, lives: tuple[float, ...], capacity: float
     ) -> Iterator[Division]:
+        """Cut the tree of works; what serves several settings is kept."""
+        tree = self._tree_of(setting)
+        if not tree.has_branches and self._request.planner == "full":
+            return
         key = setting.strategy, setting.rows
         if key not in self._branches:
             works = self._evaluator.works(setting.strategy, setting.rows)
-            self._branches[key] = BranchTables(works, self._request.remat)
-        tables = self._branches[key]
-        if tables.is_chain and self._request.planner == "full":
-            return
-        yield from cut_branches(tables, setting.num_ranks, lives, capacity)
+            runs = self._runs_of(tree.works)
+            tables = BranchTables(tree, runs, works, self._request.remat)
+            self._branches[key] = tables
+        whole = key, setting.num_ranks, lives, capacity
+        if whole not in self._grown:
+            tables = self._branches[key]
+            divisions = cut_branches(tables, setting.num_ranks, lives, capacity)
+            self._grown[whole] = [*divisions]
+        yield from self._grown[whole]
+
+    def _runs_of(self, order: Order) -> OrderRuns:
+        if order not in self._runs:
+            self._runs[order] = OrderRuns(order, self._evaluator.table)
+        return self._runs[order]
+
+    def _tree_of(self, setting: Setting) -> WorkTree:
+        key = setting.strategy
+        if key not in self._trees:
+            ancestors = self._evaluator.table.graph.ancestors
+            self._trees[key] = tree_of(ancestors, self._weights(setting))
+        return self._trees[key]
+
+    def _weights(self, setting: Setting) -> list[float]:
+        """Return what each work takes."""
+        works = self._evaluator.works(setting.strategy, setting.rows)
+        forward, inputs, weights = works.seconds
+        found: list[float] = (forward + inputs + weights).tolist()
+        return found
 
     def _lives(self, setting: Setting) -> tuple[float, ...]:
         """Return what is live with 1, 2, … stages to the end."""
@@ -209,10 +252,8 @@ class _Cutter:
     def _orders_of(self, setting: Setting) -> tuple[Order, ...]:
         key = setting.strategy
         if key not in self._orders:
-            works = self._evaluator.works(setting.strategy, setting.rows)
-            weights = sum(works.seconds).tolist()  # type: ignore[union-attr]
             edges = self._evaluator.table.graph.edges
-            self._orders[key] = linear_orders(edges, weights)
+            self._orders[key] = linear_orders(edges, self._weights(setting))
         return self._orders[key]
 
     def _totals(self, setting: Setting) -> tuple[float, float, float, float]:

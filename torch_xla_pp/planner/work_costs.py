@@ -9,7 +9,7 @@ Visual Performance Model for Multicore Architectures", CACM 2009.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -34,6 +34,7 @@ class WorkTable:
     """
 
     graph: WorkGraph
+    _split: dict[int, Array] = field(default_factory=dict, repr=False)
 
     @cached_property
     def num_works(self) -> int:
@@ -70,12 +71,14 @@ class WorkTable:
 
     def split_bytes(self, model: int) -> Array:
         """Return for each work the bytes of what `model` devices can split."""
-        return np.array(
-            [
-                float(sum(p.bytes for p in work.parameters if _splits(p.shape, model)))
-                for work in self.graph.works
-            ]
-        )
+        if model not in self._split:
+            self._split[model] = np.array(
+                [
+                    float(sum(p.bytes for p in w.parameters if _splits(p.shape, model)))
+                    for w in self.graph.works
+                ]
+            )
+        return self._split[model]
 
     @cached_property
     def value_sizes(self) -> Array:
