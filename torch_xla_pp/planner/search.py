@@ -5,7 +5,8 @@ For each, orders of works are cut into runs, and branches into stages of their o
 is found is evaluated with its true edges. The best cuts are then improved by moves.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +27,8 @@ from torch_xla_pp.planner.settings import Request, settings_for
 from torch_xla_pp.planner.work_tree import WorkTree, tree_of
 
 _SLACK = 1.1
-_NUM_STARTS = 6
+_NUM_STARTS = 8
+_STARTS_OF_SETTING = 4
 
 
 @dataclass(kw_only=True, eq=False)
@@ -69,21 +71,32 @@ class SearchResult:
         return taken
 
     def _keep_best_starts(self) -> None:
-        self.starts = sorted(self.starts, key=lambda e: e.sort_key)[:_NUM_STARTS]
+        counts: Counter[Setting] = Counter()
+        kept = []
+        for start in sorted(self.starts, key=lambda e: e.sort_key):
+            counts[start.cut.setting] += 1
+            if counts[start.cut.setting] <= _STARTS_OF_SETTING:
+                kept.append(start)
+        self.starts = kept[:_NUM_STARTS]
 
 
-def search(request: Request, evaluator: Evaluator) -> SearchResult:
+def search(
+    request: Request,
+    evaluator: Evaluator,
+    allowed: Callable[[Setting], bool] = lambda setting: True,
+) -> SearchResult:
     """Return the best cuts of all settings that may be the best.
 
     Args:
         request: What is asked.
         evaluator: What evaluates cuts.
+        allowed: Which of the settings to try.
 
     Raises:
         ValueError: No setting is possible.
     """
     cutter = _Cutter(request, evaluator)
-    settings = settings_for(request, evaluator)
+    settings = [*filter(allowed, settings_for(request, evaluator))]
     settings.sort(key=lambda setting: (cutter.balanced_s(setting), setting.rows))
     found = SearchResult(num_settings=len(settings))
     limit_s = np.inf
@@ -275,6 +288,12 @@ class _Cutter:
                 float(final.sum()),
             )
         return self._sums[key]
+
+
+def balanced_seconds(evaluator: Evaluator, setting: Setting) -> float:
+    """Estimate a step of stages that all take equally long."""
+    request = Request(rows=setting.rows)
+    return _Cutter(request, evaluator).balanced_s(setting)
 
 
 def best_of(found: SearchResult) -> Evaluation:

@@ -26,6 +26,7 @@ class Request:
         stages_per_rank: Numbers of stages to try where a schedule takes several.
         schedules: Orders of actions to try.
         presets: Ways to share a rank's work to try.
+        meshes: Sizes of the axes data and model to try.
         remat: What stages may choose.
         planner: Which search: "full", or one of those that it is compared with.
 
@@ -41,6 +42,7 @@ class Request:
     stages_per_rank: tuple[int, ...] = (2,)
     schedules: tuple[str, ...] = ("1f1b", "zb1p", "dag", "interleaved", "zbv")
     presets: tuple[str, ...] = PRESETS
+    meshes: tuple[tuple[int, int], ...] | None = None
     remat: tuple[str, ...] = ("none", "full")
     planner: PlannerName = "full"
 
@@ -90,6 +92,9 @@ def _settings(request: Request, evaluator: Evaluator) -> Iterator[Setting]:
     is_chain = _is_chain(evaluator)
     for num_ranks, replicas, per_rank in _shapes(request, evaluator):
         for strategy in strategies_for(per_rank, request.presets):
+            mesh = strategy.data, strategy.model
+            if request.meshes is not None and mesh not in request.meshes:
+                continue
             for rows, count in _row_counts(request, replicas, num_ranks, strategy):
                 for name, stages in _families(request, is_chain):
                     setting = Setting(
