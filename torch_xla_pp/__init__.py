@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch_xla_pp.launch import device, init_device_mesh
     from torch_xla_pp.mesh import AxisRules, striped_positions
     from torch_xla_pp.pipe import Pipe, pipeline
+    from torch_xla_pp.planner import PipelinePlan, make_plan
     from torch_xla_pp.profile import profile_step
     from torch_xla_pp.runtime import (
         PipelineStage,
@@ -42,6 +43,7 @@ __all__ = [
     "CheckpointError",
     "Pipe",
     "PipelineError",
+    "PipelinePlan",
     "PipelineStage",
     "PlanError",
     "Schedule",
@@ -55,6 +57,7 @@ __all__ = [
     "deferred_init",
     "device",
     "init_device_mesh",
+    "make_plan",
     "materialize",
     "pipeline",
     "pipeline_yield",
@@ -79,6 +82,7 @@ _HOMES = {
     "launch": ("device", "init_device_mesh"),
     "mesh": ("AxisRules", "striped_positions"),
     "pipe": ("Pipe", "pipeline"),
+    "planner": ("PipelinePlan", "make_plan"),
     "profile": ("profile_step",),
     "runtime": (
         "PipelineStage",

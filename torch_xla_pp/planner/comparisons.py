@@ -47,6 +47,7 @@ def other_plans(
 
 
 def alternative_of(change: str, other: Evaluation, request: Request) -> Alternative:
+    """Describe a plan in which one choice differs, and the request that gives it."""
     return Alternative(
         label=_label(change, other),
         change=change,

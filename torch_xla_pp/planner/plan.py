@@ -3,6 +3,7 @@
 It has no times of the search, so that equal input gives equal texts.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,7 @@ from torch_xla_pp import record
 from torch_xla_pp.planner.evaluation import RankBytes
 from torch_xla_pp.planner.orders import planned_order
 from torch_xla_pp.schedule import Schedule
+from torch_xla_pp.simulate import Costs, Flow, Link, Network, stage_seconds
 
 _FORMAT = "torch_xla_pp plan 1"
 
@@ -121,18 +123,41 @@ class PredictedRank:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PredictedEdge:
-    """What goes from one stage to another for each microbatch.
+class PredictedStage:
+    """What is predicted for one stage and microbatch, and for the end of a step.
 
     Args:
-        producer: The stage that makes it.
-        consumer: The stage that uses it.
-        bytes: Its size.
+        forward_s: Seconds of F.
+        input_s: Seconds of I.
+        weight_s: Seconds of W; B takes as long as I and W.
+        final_s: Seconds after the last action.
+        saved_bytes: What a device keeps from F to B or W.
+        passed_bytes: What it keeps besides from I to W.
     """
 
-    producer: int
-    consumer: int
-    bytes: int
+    forward_s: float
+    input_s: float
+    weight_s: float
+    final_s: float
+    saved_bytes: int
+    passed_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedLink:
+    """A link between ranks that the prediction counts with.
+
+    Args:
+        sender: Rank that sends, None for all that no other link names.
+        receiver: Rank that receives, None likewise.
+        latency_s: Time that even an empty message takes.
+        bytes_per_s: Bandwidth, None if it is not bounded.
+    """
+
+    sender: int | None
+    receiver: int | None
+    latency_s: float
+    bytes_per_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +170,8 @@ class Prediction:
         bubble: Share of the step in which ranks wait, on average.
         depth: Stages on the longest path.
         ranks: What each rank does and holds.
-        edges: What goes between stages.
+        stages: What each stage takes and keeps.
+        flows: What stages send each other for each microbatch.
     """
 
     step_s: float
@@ -153,7 +179,8 @@ class Prediction:
     bubble: float
     depth: int
     ranks: tuple[PredictedRank, ...]
-    edges: tuple[PredictedEdge, ...]
+    stages: tuple[PredictedStage, ...]
+    flows: tuple[Flow, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +192,7 @@ class CostSource:
         device: Name of the device whose figures were taken.
         is_verified: Whether these were measured.
         optimizer_bytes: Bytes of the optimizer's state for a byte of parameters.
+        links: Links between ranks.
         warnings: What makes the prediction less sure.
     """
 
@@ -172,6 +200,7 @@ class CostSource:
     device: str
     is_verified: bool
     optimizer_bytes: float
+    links: tuple[PlannedLink, ...]
     warnings: tuple[str, ...] = ()
 
 
@@ -256,7 +285,34 @@ class PipelinePlan:
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
         """Pairs of stages between which values go, in order."""
-        return tuple(sorted({(e.producer, e.consumer) for e in self.predicted.edges}))
+        return self.stage_costs().edges
+
+    def stage_costs(self) -> Costs:
+        """Return what stages cost, as `simulate` takes it."""
+        stages = self.predicted.stages
+        return Costs(
+            seconds=stage_seconds((s.forward_s, s.input_s, s.weight_s) for s in stages),
+            flows=self.predicted.flows,
+            saved_bytes={n: stage.saved_bytes for n, stage in enumerate(stages)},
+            passed_bytes={n: stage.passed_bytes for n, stage in enumerate(stages)},
+            final_s={n: stage.final_s for n, stage in enumerate(stages)},
+        )
+
+    def network(self) -> Network:
+        """Return the links between ranks, as `simulate` takes them."""
+        links = {
+            (link.sender, link.receiver): Link(
+                latency_s=link.latency_s, bytes_per_s=link.bytes_per_s or math.inf
+            )
+            for link in self.costs.links
+        }
+        default = links.pop((None, None), Link())
+        named = {
+            (sender, receiver): link
+            for (sender, receiver), link in links.items()
+            if sender is not None and receiver is not None
+        }
+        return Network(default=default, links=named)
 
     def table(self) -> Schedule:
         """Return the actions of each rank."""

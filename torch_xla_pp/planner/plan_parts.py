@@ -1,5 +1,6 @@
 """From the best cut of a search to the parts of a plan."""
 
+import math
 from collections.abc import Iterator
 
 from torch_xla_pp.planner.comparisons import reasons_of
@@ -9,18 +10,20 @@ from torch_xla_pp.planner.plan import (
     CostSource,
     PipelinePlan,
     PlannedBatch,
+    PlannedLink,
     PlannedModel,
     PlannedRank,
     PlannedSchedule,
     PlannedStage,
-    PredictedEdge,
     PredictedRank,
+    PredictedStage,
     Prediction,
     SearchCounts,
 )
 from torch_xla_pp.planner.search import SearchResult, best_of
 from torch_xla_pp.planner.settings import Request
 from torch_xla_pp.schedule import peak_live
+from torch_xla_pp.simulate import Link, Network
 from torch_xla_pp.work import WorkGraph
 
 
@@ -31,6 +34,15 @@ def plan_of(
     alternatives: tuple[Alternative, ...],
     baselines: dict[str, float],
 ) -> PipelinePlan:
+    """Describe the best cut of a search.
+
+    Args:
+        request: What was asked.
+        evaluator: What evaluated the cuts.
+        result: What the search has come to.
+        alternatives: Plans in which one choice differs.
+        baselines: Planner → seconds of its plan's step.
+    """
     best = best_of(result)
     setting, graph = best.cut.setting, evaluator.table.graph
     device = evaluator.cluster.device
@@ -53,6 +65,7 @@ def plan_of(
             device=device.name,
             is_verified=device.is_verified,
             optimizer_bytes=evaluator.optimizer_bytes,
+            links=tuple(_links(evaluator.cluster.network)),
             warnings=tuple(_warnings(evaluator)),
         ),
         reasons=tuple(reasons_of(evaluator, best, alternatives)),
@@ -145,12 +158,8 @@ def _prediction(request: Request, best: Evaluation) -> Prediction:
                 bytes=best.ranks[number],
             )
         )
-    sizes: dict[tuple[int, int], int] = {}
-    for flow in costs.flows:
-        for edge in flow.edges:
-            sizes[edge] = sizes.get(edge, 0) + flow.num_bytes
     depths = [1] * setting.num_stages
-    for producer, consumer in sorted(sizes, reverse=True):
+    for producer, consumer in reversed(costs.edges):
         depths[producer] = max(depths[producer], 1 + depths[consumer])
     return Prediction(
         step_s=best.step_s,
@@ -158,11 +167,31 @@ def _prediction(request: Request, best: Evaluation) -> Prediction:
         bubble=1 - sum(busy) / len(busy) / best.step_s if best.step_s else 0.0,
         depth=max(depths),
         ranks=tuple(ranks),
-        edges=tuple(
-            PredictedEdge(producer=p, consumer=c, bytes=size)
-            for (p, c), size in sorted(sizes.items())
+        stages=tuple(
+            PredictedStage(
+                forward_s=costs.seconds[stage, "F"],
+                input_s=costs.seconds[stage, "I"],
+                weight_s=costs.seconds[stage, "W"],
+                final_s=costs.final_s[stage],
+                saved_bytes=costs.saved_bytes[stage],
+                passed_bytes=costs.passed_bytes[stage],
+            )
+            for stage in range(setting.num_stages)
         ),
+        flows=costs.flows,
     )
+
+
+def _links(network: Network) -> Iterator[PlannedLink]:
+    pairs: list[tuple[int | None, int | None, Link]] = [(None, None, network.default)]
+    pairs += [(s, r, link) for (s, r), link in sorted(network.links.items())]
+    for sender, receiver, link in pairs:
+        yield PlannedLink(
+            sender=sender,
+            receiver=receiver,
+            latency_s=link.latency_s,
+            bytes_per_s=None if math.isinf(link.bytes_per_s) else link.bytes_per_s,
+        )
 
 
 def _warnings(evaluator: Evaluator) -> Iterator[str]:

@@ -1,13 +1,13 @@
 """From a model's work and a cluster to a plan, with what speaks for it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch_xla_pp.planner.checks import faults_in
 from torch_xla_pp.planner.comparisons import alternative_of, other_plans
 from torch_xla_pp.planner.devices import Cluster, DeviceSpec, link_between_ranks
-from torch_xla_pp.planner.evaluation import Evaluation, Evaluator
+from torch_xla_pp.planner.evaluation import Evaluator
 from torch_xla_pp.planner.plan import PipelinePlan
 from torch_xla_pp.planner.plan_parts import plan_of
 from torch_xla_pp.planner.remedies import nothing_fits
@@ -109,25 +109,12 @@ def make_plan(
         optimizer_bytes=_optimizer_bytes(optimizer),
         has_own_inputs=has_own_inputs,
     )
-    return planned(request, evaluator, compare=compare).plan
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Planned:
-    """A plan with the evaluation behind it.
-
-    Args:
-        plan: The plan.
-        evaluation: Its costs and its order.
-    """
-
-    plan: PipelinePlan
-    evaluation: Evaluation
+    return planned(request, evaluator, compare=compare)
 
 
 def planned(
     request: Request, evaluator: Evaluator, *, compare: bool = False
-) -> Planned:
+) -> PipelinePlan:
     """Search for the best plan, and for those in which one choice differs.
 
     Args:
@@ -160,7 +147,7 @@ def planned(
     if faults := faults_in(plan, evaluator.table.graph):
         text = "\n".join(faults)
         raise RuntimeError(f"make_plan: expected a sound plan, got:\n{text}")
-    return Planned(plan=plan, evaluation=best)
+    return plan
 
 
 def _total(ranks: int | None, per_rank: int | None, devices: int | None) -> int:
