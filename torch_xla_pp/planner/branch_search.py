@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torch_xla_pp.planner.evaluation import renumbered
 from torch_xla_pp.planner.runs_search import Division, OrderRuns, RunTables
 from torch_xla_pp.planner.work_costs import Array, WorkCosts
 from torch_xla_pp.planner.work_tree import WorkTree
@@ -90,6 +91,45 @@ def cut_branches(
         if least < _GAIN * best:
             best = least
             yield solver.trace(root, depth, least)
+
+
+def absorbed(
+    division: Division, edges: Sequence[tuple[int, int]], loads: Sequence[float]
+) -> list[Division]:
+    """Join two stages, so that a join of branches needs no stage of its own.
+
+    Source: the case study of the paper above, whose join is on the rank of a branch.
+
+    Args:
+        division: One stage more than there are ranks.
+        edges: Edges between works.
+        loads: What each work takes.
+
+    Returns:
+        The one or two joined divisions whose fullest stage takes least.
+    """
+    stages = division.stages
+    pairs = {(stages[p], stages[c]) for p, c in edges if stages[p] != stages[c]}
+    sums = np.bincount(stages, loads)
+    found: list[tuple[float, Division]] = []
+    for first, second in sorted(pairs):
+        joined = [first if stage == second else stage for stage in stages]
+        if renumbered(joined, edges) is None:
+            continue
+        labels = sorted(set(joined))
+        remat = [division.remat[label] for label in labels]
+        if "full" in (division.remat[first], division.remat[second]):
+            remat[labels.index(first)] = "full"
+        most = max(float(sums[first] + sums[second]), division.bottleneck_s)
+        numbers = {label: number for number, label in enumerate(labels)}
+        merged = Division(
+            bottleneck_s=most,
+            stages=tuple(numbers[label] for label in joined),
+            remat=tuple(remat),
+        )
+        found.append((most, merged))
+    found.sort(key=lambda pair: pair[0])
+    return [merged for _, merged in found[:2]]
 
 
 def least_bottlenecks(

@@ -37,14 +37,13 @@ def check(plan: PipelinePlan, graph: WorkGraph) -> None:
 
 def faults_in(plan: PipelinePlan, graph: WorkGraph) -> list[str]:
     """Return what is wrong with a plan; later laws only if the stages are sound."""
-    found = [*_model_faults(plan, graph), *_count_faults(plan)]
-    found += _op_faults(plan, graph)
-    if found:
+    if found := [*_model_faults(plan, graph)]:
         return found
-    found += _edge_faults(plan, graph)
-    if found:
+    if found := [*_count_faults(plan), *_op_faults(plan, graph)]:
         return found
-    return [*_order_faults(plan, graph), *_memory_faults(plan, graph)]
+    if found := [*_edge_faults(plan, graph)]:
+        return found
+    return [*_order_faults(plan, graph)] or [*_memory_faults(plan, graph)]
 
 
 def _model_faults(plan: PipelinePlan, graph: WorkGraph) -> Iterator[str]:
@@ -75,11 +74,15 @@ def _count_faults(plan: PipelinePlan) -> Iterator[str]:
             f"on {', '.join(map(str, sorted(placed)))}. Place every stage on a rank "
             "that there is, and a stage on every rank."
         )
-    if len(plan.predicted.ranks) != num_ranks:
-        yield (
-            f"ranks: expected a prediction for each of {num_ranks}, got "
-            f"{len(plan.predicted.ranks)}. Plan again."
-        )
+    for what, expected, got in (
+        ("ranks", num_ranks, len(plan.predicted.ranks)),
+        ("stages", len(plan.stages), len(plan.predicted.stages)),
+    ):
+        if expected != got:
+            yield (
+                f"{what}: expected a prediction for each of {expected}, got {got}. "
+                "Plan again."
+            )
     for number, rank in enumerate(plan.ranks):
         size = 1
         for axis_size in rank.mesh.values():
@@ -158,7 +161,11 @@ def _edge_faults(plan: PipelinePlan, graph: WorkGraph) -> Iterator[str]:
             f"edges: expected {producer}->{consumer}, as a value goes there, got none. "
             "Plan again."
         )
-    for producer, consumer in sorted(set(plan.edges) - edges):
+    sized = {
+        edge for flow in plan.predicted.flows if flow.num_bytes for edge in flow.edges
+    }
+    for producer, consumer in sorted(sized - edges):
+        # The first stage may send the model's inputs on.
         if producer != 0:
             yield (
                 f"edges: expected no {producer}->{consumer}, as no value goes there. "
@@ -182,7 +189,7 @@ def _order_faults(plan: PipelinePlan, graph: WorkGraph) -> Iterator[str]:
                 placement,
             ),
         )
-    except (ScheduleError, KeyError, ValueError) as error:
+    except (ScheduleError, ValueError) as error:
         yield f"schedule {plan.schedule.name}: {error}"
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torch_xla_pp.planner.evaluation import Evaluation, Evaluator, Setting
-from torch_xla_pp.planner.plan import Alternative
+from torch_xla_pp.planner.plan_values import Alternative
 from torch_xla_pp.planner.search import balanced_seconds, best_of, search
 from torch_xla_pp.planner.settings import Request
 from torch_xla_pp.text import bytes_text, seconds_text

@@ -14,7 +14,7 @@ from torch_xla_pp.planner.devices import Cluster
 from torch_xla_pp.planner.orders import SPLIT, PlannedOrder, planned_order
 from torch_xla_pp.planner.strategies import Strategy
 from torch_xla_pp.planner.work_costs import Array, WorkCosts, WorkTable
-from torch_xla_pp.simulate import Costs, Flow, stage_seconds, step_seconds
+from torch_xla_pp.simulate import Costs, Flow, chain_flows, stage_seconds, step_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,12 +130,15 @@ class Evaluator:
         optimizer_bytes: Bytes of the optimizer's state for a byte of parameters.
         has_own_inputs: Whether stages take the model's inputs on their own rank.
             Otherwise the first stage takes all and sends them on.
+        has_chain: Whether each stage waits for the one before, as where stages are
+            run as a chain whatever their edges.
     """
 
     table: WorkTable
     cluster: Cluster
     optimizer_bytes: float = 2.0
     has_own_inputs: bool = False
+    has_chain: bool = False
     _works: dict[tuple[Strategy, int], WorkCosts] = field(default_factory=dict)
 
     def works(self, strategy: Strategy, rows: int) -> WorkCosts:
@@ -180,9 +183,12 @@ class Evaluator:
             weights = weights + self.cluster.device.action_s
         times = zip(forward, inputs, weights, strict=True)
         stages = range(setting.num_stages)
+        flows = flows_of(self.table, works, cut.stages, self.has_own_inputs)
+        if self.has_chain:
+            flows += chain_flows(setting.num_stages)
         return Costs(
             seconds=stage_seconds((float(f), float(i), float(w)) for f, i, w in times),
-            flows=flows_of(self.table, works, cut.stages, self.has_own_inputs),
+            flows=flows,
             saved_bytes={s: round(held.saved[s]) for s in stages},
             passed_bytes={s: round(held.passed[s]) for s in stages},
             final_s=dict(enumerate(self.final_s(cut, works))),
@@ -310,7 +316,7 @@ def _value_bytes(works: WorkCosts, cut: Cut) -> tuple[Array, Array, Array]:
         keeping |= {stage for stage in entered if cut.remat[stage] == "full"}
         for stage in keeping:
             saved[stage] += size
-        if value.name in names:
+        if value.name in names and producer >= 0:
             outputs[home] += size
         for place in table.users[number] + ((producer,) if producer >= 0 else ()):
             touched[place] += size

@@ -92,8 +92,12 @@ def planned_order(
         edges: Edges of the stages if the name is "dag", else nothing.
 
     Raises:
-        ValueError: The schedule does not take these counts.
+        ValueError: The name is unknown, or the schedule does not take these counts.
     """
+    if name not in _BUILDERS:
+        raise ValueError(
+            f"schedule: expected one of {', '.join(SCHEDULES)}, got {name!r}. Name one."
+        )
     build = _BUILDERS[name]
     return PlannedOrder(schedule=build(num_ranks, num_microbatches, per_rank, edges))
 

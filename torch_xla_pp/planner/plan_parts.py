@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 from torch_xla_pp.planner.comparisons import reasons_of
 from torch_xla_pp.planner.evaluation import Evaluation, Evaluator
-from torch_xla_pp.planner.plan import (
+from torch_xla_pp.planner.plan import PipelinePlan
+from torch_xla_pp.planner.plan_values import (
     Alternative,
     CostSource,
-    PipelinePlan,
     PlannedBatch,
     PlannedLink,
     PlannedModel,

@@ -109,7 +109,7 @@ def make_plan(
         optimizer_bytes=_optimizer_bytes(optimizer),
         has_own_inputs=has_own_inputs,
     )
-    return planned(request, evaluator, compare=compare)
+    return planned(request, _of(planner, evaluator), compare=compare)
 
 
 def planned(
@@ -140,7 +140,7 @@ def planned(
     alternatives = tuple(alternative_of(*other) for other in others)
     baselines: dict[str, float] = {}
     for name in _BASELINES if compare else ():
-        found = search(replace(request, planner=name), evaluator)
+        found = search(replace(request, planner=name), _of(name, evaluator))
         if found.best and best_of(found).fits:
             baselines[name] = best_of(found).step_s
     plan = plan_of(request, evaluator, result, alternatives, baselines)
@@ -148,6 +148,11 @@ def planned(
         text = "\n".join(faults)
         raise RuntimeError(f"make_plan: expected a sound plan, got:\n{text}")
     return plan
+
+
+def _of(planner: PlannerName, evaluator: Evaluator) -> Evaluator:
+    """Return what evaluates a planner's cuts: two of them know chains alone."""
+    return replace(evaluator, has_chain=planner in ("spp", "pipedream"), _works={})
 
 
 def _total(ranks: int | None, per_rank: int | None, devices: int | None) -> int:

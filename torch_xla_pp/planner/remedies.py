@@ -41,10 +41,11 @@ def nothing_fits(request: Request, evaluator: Evaluator, result: SearchResult) -
 def _least_text(best: Evaluation) -> str:
     number = max(range(len(best.ranks)), key=lambda rank: best.ranks[rank].total)
     held, setting = best.ranks[number], best.cut.setting
+    saved = bytes_text(held.saved + held.passed)
     return (
         f"plan: expected a plan that fits {bytes_text(best.capacity_bytes)} of a "
         f"device, got at least {bytes_text(held.total)} on rank {number} "
-        f"({bytes_text(held.state)} state, {bytes_text(held.saved)} saved, "
+        f"({bytes_text(held.state)} state, {saved} saved, "
         f"{bytes_text(held.outputs)} outputs, {bytes_text(held.temporary)} temporary), "
         f"with {setting.num_ranks} ranks, {setting.strategy}, "
         f"{setting.num_microbatches} microbatches of {setting.rows} rows, "

@@ -1,13 +1,50 @@
 """A plan as the command prints it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import Protocol
 
-from torch_xla_pp.planner.plan import PipelinePlan
+from torch_xla_pp.planner.plan_values import (
+    Alternative,
+    CostSource,
+    PlannedBatch,
+    PlannedModel,
+    PlannedRank,
+    PlannedSchedule,
+    PlannedStage,
+    Prediction,
+)
 from torch_xla_pp.text import bytes_text, seconds_text, table
 
 
-def report_of(plan: PipelinePlan) -> str:
+class ReportedPlan(Protocol):
+    """What a report tells of a `PipelinePlan`, with the same names."""
+
+    @property
+    def model(self) -> PlannedModel: ...  # noqa: D102
+    @property
+    def batch(self) -> PlannedBatch: ...  # noqa: D102
+    @property
+    def stages(self) -> tuple[PlannedStage, ...]: ...  # noqa: D102
+    @property
+    def ranks(self) -> tuple[PlannedRank, ...]: ...  # noqa: D102
+    @property
+    def schedule(self) -> PlannedSchedule: ...  # noqa: D102
+    @property
+    def predicted(self) -> Prediction: ...  # noqa: D102
+    @property
+    def costs(self) -> CostSource: ...  # noqa: D102
+    @property
+    def reasons(self) -> tuple[str, ...]: ...  # noqa: D102
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]: ...  # noqa: D102
+    @property
+    def baselines(self) -> Mapping[str, float]: ...  # noqa: D102
+    @property
+    def stage_of(self) -> Mapping[str, int]: ...  # noqa: D102
+
+
+def report_of(plan: ReportedPlan) -> str:
     """Return a plan's step, its stages, why it is so, and what else there is."""
     lines = [headline_of(plan), "", *_stage_lines(plan), "", *_rank_lines(plan), ""]
     lines += [f"why    {reason}" for reason in plan.reasons]
@@ -20,7 +57,7 @@ def report_of(plan: PipelinePlan) -> str:
     return "\n".join(lines)
 
 
-def headline_of(plan: PipelinePlan) -> str:
+def headline_of(plan: ReportedPlan) -> str:
     """Return one line of a plan's choices."""
     predicted, batch, rank = plan.predicted, plan.batch, plan.ranks[0]
     replicas = f", {batch.replicas} replicas" if batch.replicas > 1 else ""
@@ -33,7 +70,7 @@ def headline_of(plan: PipelinePlan) -> str:
     )
 
 
-def differences(plan: PipelinePlan, other: PipelinePlan) -> str:
+def differences(plan: ReportedPlan, other: ReportedPlan) -> str:
     """Say what two plans choose differently, and what that changes."""
     mine, theirs = _facts(plan), _facts(other)
     rows = [
@@ -52,7 +89,7 @@ def differences(plan: PipelinePlan, other: PipelinePlan) -> str:
     return "\n".join(lines)
 
 
-def _facts(plan: PipelinePlan) -> dict[str, str]:
+def _facts(plan: ReportedPlan) -> dict[str, str]:
     batch, predicted = plan.batch, plan.predicted
     return {
         "model": plan.model.digest,
@@ -70,13 +107,13 @@ def _facts(plan: PipelinePlan) -> dict[str, str]:
     }
 
 
-def _mesh_text(plan: PipelinePlan) -> str:
+def _mesh_text(plan: ReportedPlan) -> str:
     mesh = plan.ranks[0].mesh
     sizes = " x ".join(f"{axis} {size}" for axis, size in sorted(mesh.items()))
     return f"{sizes} ({' + '.join(plan.ranks[0].rules)})" if sizes else "1 device"
 
 
-def _stage_lines(plan: PipelinePlan) -> list[str]:
+def _stage_lines(plan: ReportedPlan) -> list[str]:
     rows = [
         [
             str(number),
@@ -90,7 +127,7 @@ def _stage_lines(plan: PipelinePlan) -> list[str]:
     return table(["stage", "rank", "ops", "remat", "modules"], rows)
 
 
-def _rank_lines(plan: PipelinePlan) -> list[str]:
+def _rank_lines(plan: ReportedPlan) -> list[str]:
     rows = []
     for number, rank in enumerate(plan.predicted.ranks):
         held, step_s = rank.bytes, plan.predicted.step_s
@@ -105,7 +142,7 @@ def _rank_lines(plan: PipelinePlan) -> list[str]:
     return [f"mesh of a rank: {_mesh_text(plan)}", *table(header, rows)]
 
 
-def _alternative_lines(plan: PipelinePlan) -> list[str]:
+def _alternative_lines(plan: ReportedPlan) -> list[str]:
     rows = [
         [
             other.label,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torch_xla_pp.planner.branch_search import BranchTables, cut_branches
+from torch_xla_pp.planner.branch_search import BranchTables, absorbed, cut_branches
 from torch_xla_pp.planner.evaluation import (
     Cut,
     Evaluation,
@@ -224,9 +224,16 @@ class _Cutter:
             self._branches[key] = tables
         whole = key, setting.num_ranks, lives, capacity
         if whole not in self._grown:
-            tables = self._branches[key]
-            divisions = cut_branches(tables, setting.num_ranks, lives, capacity)
-            self._grown[whole] = [*divisions]
+            tables, count = self._branches[key], setting.num_ranks
+            found = [*cut_branches(tables, count, lives, capacity)]
+            if tree.has_branches:
+                more = cut_branches(
+                    tables, count + 1, (*lives, lives[-1] + 1), capacity
+                )
+                loads = self._weights(setting)
+                edges = self._evaluator.table.graph.edges
+                found += [m for d in more for m in absorbed(d, edges, loads)]
+            self._grown[whole] = found
         yield from self._grown[whole]
 
     def _runs_of(self, order: Order) -> OrderRuns:

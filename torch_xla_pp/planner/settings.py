@@ -192,7 +192,8 @@ def _why_none(request: Request, evaluator: Evaluator) -> str:
         )
     works = evaluator.table.num_works
     shapes = [*_shapes(request, evaluator)]
-    least = min(ranks for ranks, _, _ in shapes)
+    divided = [ranks for ranks, r, _ in shapes if not request.rows % r]
+    least = min(divided, default=0)
     if least > works:
         return (
             f"plan: expected at most {works} ranks in a pipeline, as the model has so "
