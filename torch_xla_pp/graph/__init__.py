@@ -1,5 +1,6 @@
 """WHAT: the stages of a split model and the values that flow between them."""
 
+from torch_xla_pp.graph.assign import GivenStages
 from torch_xla_pp.graph.captured import Baked, Captured
 from torch_xla_pp.graph.finish_split import describe_stages, finish_split
 from torch_xla_pp.graph.marks import pipeline_yield
@@ -47,6 +48,7 @@ from torch_xla_pp.graph.vmaps import indexing_by_tensors
 __all__ = [
     "Baked",
     "Captured",
+    "GivenStages",
     "OtherMode",
     "Prepared",
     "SHARD",
