@@ -22,6 +22,7 @@ LAYERS = (
     ("checkpoint", "profile", "launch", "planner"),
     ("cli",),
     ("torch_pipe",),
+    ("tracing",),
     ("pipe", "spmd"),
     ("on_import",),
     ("__init__", "__main__"),

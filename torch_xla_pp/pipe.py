@@ -5,7 +5,7 @@ compiled when a schedule of torch.distributed.pipelining runs its first step.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,9 +14,8 @@ from torch import fx, nn
 from torch.distributed.pipelining import SplitPoint
 from torch.utils import _pytree as pytree
 
-from torch_xla_pp.compile import Remat, marking_checkpoints
+from torch_xla_pp.compile import Remat
 from torch_xla_pp.deferred import (
-    as_on_host,
     back_to_meta,
     parameter_names,
     places_of,
@@ -28,6 +27,7 @@ from torch_xla_pp.errors import PlanError
 from torch_xla_pp.graph import (
     Baked,
     Captured,
+    GivenStages,
     Prepared,
     add_mode,
     begin_modes,
@@ -38,15 +38,12 @@ from torch_xla_pp.graph import (
     for_each_mode,
     has_mixed_mode,
     in_mode,
-    indexing_by_tensors,
     keep_parameters,
     keep_persistence,
     prepare,
     reads_training,
     refuse_modes,
-    sharding_outputs,
     tie_parameters,
-    untied,
 )
 from torch_xla_pp.mesh import AxisRules, LogicalAxes, Sharding, unmatched
 from torch_xla_pp.plan import StageInputs
@@ -57,6 +54,7 @@ from torch_xla_pp.runtime import (
 )
 from torch_xla_pp.torch_pipe import SPLIT_MARK, move_factories_to, trace_and_split
 from torch_xla_pp.torch_pipe import Pipe as _TracedPipe
+from torch_xla_pp.tracing import tracing
 
 
 class Pipe(_TracedPipe):
@@ -198,6 +196,33 @@ class Pipe(_TracedPipe):
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cuts:
+    """What says where to split a model: at most one of these."""
+
+    spec: dict[str, SplitPoint]
+    policy: Callable[[fx.GraphModule], fx.GraphModule] | None
+    given: GivenStages | None
+
+    def __post_init__(self) -> None:
+        given: dict[str, Any] = {"split_spec": self.spec, "split_policy": self.policy}
+        given["plan"] = self.given
+        names = [name for name, value in given.items() if value]
+        if len(names) > 1:
+            raise ValueError(
+                "pipeline: expected at most one of split_spec, split_policy and plan, "
+                f"got {' and '.join(names)}. Leave the others out."
+            )
+
+
+def _given(plan: Any) -> GivenStages | None:
+    """Return the stages of a plan by the names of their operations."""
+    if plan is None:
+        return None
+    stages = {op: i for i, stage in enumerate(plan.stages) for op in stage.ops}
+    return GivenStages(names=tuple(x.name for x in plan.stages), stages=stages)
+
+
 def pipeline(
     module: nn.Module,
     mb_args: tuple[Any, ...],
@@ -206,6 +231,7 @@ def pipeline(
     split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
     *,
     activations: Mapping[str, LogicalAxes] | None = None,
+    plan: Any = None,
 ) -> Pipe:
     """Trace a model and split it into stages.
 
@@ -220,13 +246,16 @@ def pipeline(
             of `pipeline_yield` are looked at.
         activations: Glob pattern on submodule names → logical axes of what they
             return; `AxisRules.activations` of the rules for `Pipe.build_stage`.
+        plan: Stages that a planner has chosen; marks in the model then count for
+            nothing.
 
     Raises:
         TypeError: The model is wrapped for data parallelism.
         ValueError: The example is not on the model's device; `split_spec` names
-            unknown submodules, or is given together with a `split_policy`; or
-            `activations` do not fit the model.
-        PlanError: The model cannot be split as its marks say.
+            unknown submodules; more than one of `split_spec`, `split_policy` and
+            `plan` is given; or `activations` do not fit the model.
+        PlanError: The model cannot be split as its marks say, or is not the one that
+            was planned.
 
     Example:
         >>> pipe = pipeline(model, mb_args=(x,),
@@ -235,14 +264,11 @@ def pipeline(
     check_plain_module("pipeline", module)
     _check_devices(module, (mb_args, mb_kwargs))
     check_split_spec(module, split_spec or {})
-    if split_spec and split_policy is not None:
-        raise ValueError(
-            "pipeline: expected split_spec or split_policy, got both. Leave one out."
-        )
+    cuts = _Cuts(spec=split_spec or {}, policy=split_policy, given=_given(plan))
     activations = dict(activations or {})
     _check_activations(module, activations)
     record_resets(module)
-    pipe = _traced(module, mb_args, mb_kwargs, split_spec, split_policy, activations)
+    pipe = _traced(module, mb_args, mb_kwargs, cuts, activations)
     is_switched = reads_training(module)
     names = {place.name for place in places_of(module)}
     for stage in _stage_modules(pipe):
@@ -251,9 +277,7 @@ def pipeline(
     for training in missing if is_switched else ():
         try:
             with in_mode(module, training):
-                other = _traced(
-                    module, mb_args, mb_kwargs, split_spec, split_policy, activations
-                )
+                other = _traced(module, mb_args, mb_kwargs, cuts, activations)
             _add_mode(pipe, other, names, training)
         except Exception as error:
             for stage in _stage_modules(pipe):
@@ -293,8 +317,7 @@ def _traced(
     module: nn.Module,
     mb_args: tuple[Any, ...],
     mb_kwargs: dict[str, Any] | None,
-    split_spec: dict[str, SplitPoint] | None,
-    split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None,
+    cuts: _Cuts,
     activations: Mapping[str, LogicalAxes],
 ) -> Pipe:
     """Trace a model in its present mode and split it."""
@@ -302,19 +325,13 @@ def _traced(
     prepared: list[Prepared] = []
 
     def policy(traced: fx.GraphModule) -> fx.GraphModule:
-        traced = traced if split_policy is None else split_policy(traced)
-        prepared.append(prepare(traced, SPLIT_MARK))
+        traced = traced if cuts.policy is None else cuts.policy(traced)
+        prepared.append(prepare(traced, SPLIT_MARK, cuts.given))
         return traced
 
-    with (
-        marking_checkpoints(),
-        as_on_host(module) as faked,
-        indexing_by_tensors(),
-        untied(module, names),
-        sharding_outputs(module, activations),
-    ):
+    with tracing(module, names, activations) as faked:
         mb_args, mb_kwargs = faked((mb_args, mb_kwargs))
-        split = trace_and_split(module, mb_args, mb_kwargs, split_spec or {}, policy)
+        split = trace_and_split(module, mb_args, mb_kwargs, cuts.spec, policy)
     back_to_meta(split.split_gm)
     return Pipe(split, prepared[-1], module, names, activations)
 
