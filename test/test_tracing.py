@@ -168,7 +168,8 @@ def test_equal_blocks_have_two_works_each_and_nothing_of_them_takes_memory() -> 
         *("blocks.2", "blocks.2", "blocks.3", "blocks.3", "head"),
     ]
     assert len({x.digest for x in work.works}) == 5
-    deferred = xpp.deferred_init(GPT)
+    with xpp.deferred_init():
+        deferred = GPT()
     assert trace_work(deferred, args, max_stages=4) == work
     assert all(parameter.is_meta for parameter in deferred.parameters())
 
