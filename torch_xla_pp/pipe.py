@@ -45,8 +45,17 @@ from torch_xla_pp.graph import (
     refuse_modes,
     tie_parameters,
 )
+from torch_xla_pp.launch import PipelineMesh, device
 from torch_xla_pp.mesh import AxisRules, LogicalAxes, Sharding, unmatched
 from torch_xla_pp.plan import StageInputs
+from torch_xla_pp.planned import (
+    check_example,
+    check_parameters,
+    given_stages,
+    planned_rules,
+    planned_schedule,
+)
+from torch_xla_pp.planner import PipelinePlan
 from torch_xla_pp.runtime import (
     PipelineStage,
     TracedModel,
@@ -75,6 +84,7 @@ class Pipe(_TracedPipe):
     Attributes:
         stage_graph: The stages and the values that flow between them; with their
             shardings once a stage was built.
+        plan: The plan by which the model was split, None if by none.
     """
 
     def __init__(
@@ -87,6 +97,7 @@ class Pipe(_TracedPipe):
     ) -> None:
         self._activations = activations
         self._baked: Baked | None = None
+        self.plan: PipelinePlan | None = None
         finish_split(traced.split_gm, prepared)
         super().__init__(
             traced.split_gm,
@@ -171,11 +182,77 @@ class Pipe(_TracedPipe):
             tied=tied,
             replicas=replicas,
             input_args=None if expected is None else tuple(expected),
-            traced=TracedModel(shapes=shapes, baked=self._baked),
+            traced=TracedModel(
+                shapes=shapes,
+                baked=self._baked,
+                plan="" if self.plan is None else self.plan.digest,
+            ),
         )
         if expected is not None:
             self._note_shardings(stage)
         return stage
+
+    def build_stages(
+        self, mesh: PipelineMesh, *, sharding: AxisRules | None = None
+    ) -> list[PipelineStage]:
+        """Make the stages that this rank runs by the plan.
+
+        Args:
+            mesh: What `init_device_mesh("xla", plan=plan)` returns.
+            sharding: What the logical axes of the model's parameters and activations
+                are; the plan's presets say how these axes are split.
+
+        Raises:
+            ValueError: The model was not split by a plan, or an argument does not fit.
+        """
+        plan = self._planned("build_stages")
+        rank = mesh.get_local_rank("pp")
+        own = plan.ranks[rank]
+        rules = planned_rules(plan, rank, sharding)
+        replicas = mesh.get_group("dp") if plan.batch.replicas > 1 else None
+        return [
+            self.build_stage(
+                index,
+                device(),
+                mesh.get_group("pp"),
+                mesh=mesh[tuple(own.mesh)] if own.mesh else None,
+                sharding=rules if own.rules else None,
+                batch_axis=own.batch_axis,
+                remat=_remat(stage.remat),
+                replicas=replicas,
+            )
+            for index, stage in enumerate(plan.stages)
+            if stage.rank == rank
+        ]
+
+    def make_schedule(
+        self,
+        stages: Sequence[PipelineStage],
+        loss_fn: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Make the schedule that runs stages in the order of the plan.
+
+        It is torch's class where one has that order, else a `ScheduleFromTable`.
+
+        Args:
+            stages: What `build_stages` has returned.
+            loss_fn: As for the schedules of torch.distributed.pipelining.
+            **options: Likewise.
+
+        Raises:
+            ValueError: The model was not split by a plan.
+        """
+        plan = self._planned("make_schedule")
+        return planned_schedule(plan, stages, loss_fn, **options)
+
+    def _planned(self, what: str) -> PipelinePlan:
+        if self.plan is None:
+            raise ValueError(
+                f"{what}: expected a model that was split by a plan, got one that was "
+                "not. Pass plan= to pipeline, or build each stage by build_stage."
+            )
+        return self.plan
 
     def _without_activations(self, rules: AxisRules) -> AxisRules:
         """Return the rest of axis rules, as the trace has the activations."""
@@ -215,14 +292,6 @@ class _Cuts:
             )
 
 
-def _given(plan: Any) -> GivenStages | None:
-    """Return the stages of a plan by the names of their operations."""
-    if plan is None:
-        return None
-    stages = {op: i for i, stage in enumerate(plan.stages) for op in stage.ops}
-    return GivenStages(names=tuple(x.name for x in plan.stages), stages=stages)
-
-
 def pipeline(
     module: nn.Module,
     mb_args: tuple[Any, ...],
@@ -231,7 +300,7 @@ def pipeline(
     split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
     *,
     activations: Mapping[str, LogicalAxes] | None = None,
-    plan: Any = None,
+    plan: PipelinePlan | None = None,
 ) -> Pipe:
     """Trace a model and split it into stages.
 
@@ -264,11 +333,17 @@ def pipeline(
     check_plain_module("pipeline", module)
     _check_devices(module, (mb_args, mb_kwargs))
     check_split_spec(module, split_spec or {})
-    cuts = _Cuts(spec=split_spec or {}, policy=split_policy, given=_given(plan))
+    given = None if plan is None else given_stages(plan)
+    cuts = _Cuts(spec=split_spec or {}, policy=split_policy, given=given)
+    if plan is not None:
+        check_example(plan, (mb_args, mb_kwargs))
     activations = dict(activations or {})
     _check_activations(module, activations)
     record_resets(module)
     pipe = _traced(module, mb_args, mb_kwargs, cuts, activations)
+    if plan is not None:
+        check_parameters(plan, _parameter_bytes(pipe))
+        pipe.plan = plan
     is_switched = reads_training(module)
     names = {place.name for place in places_of(module)}
     for stage in _stage_modules(pipe):
@@ -288,6 +363,13 @@ def pipeline(
     dump("stage_graph.txt", pipe.stage_graph.__str__)
     pipe._baked = Baked(Captured(module, is_kept=False), has_hooks=False)
     return pipe
+
+
+def _parameter_bytes(pipe: Pipe) -> int:
+    """Return the size of all parameters of all stages, shared ones once."""
+    stages = [pipe.get_stage_module(index) for index in range(pipe.num_stages)]
+    found = {id(value): value for stage in stages for value in stage.parameters()}
+    return sum(value.numel() * value.element_size() for value in found.values())
 
 
 def _stage_modules(pipe: Pipe) -> list[fx.GraphModule]:
@@ -334,6 +416,11 @@ def _traced(
         split = trace_and_split(module, mb_args, mb_kwargs, cuts.spec, policy)
     back_to_meta(split.split_gm)
     return Pipe(split, prepared[-1], module, names, activations)
+
+
+def _remat(name: str) -> Remat:
+    """Return how much a stage computes again, as plans write it."""
+    return "full" if name == "full" else "none"
 
 
 def _check_devices(module: nn.Module, example: Any) -> None:

@@ -3,6 +3,7 @@
 It has no times of the search, so that equal input gives equal texts.
 """
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,6 +67,12 @@ class PipelinePlan:
     def stage_of(self) -> Mapping[str, int]:
         """FX node name of each operation → its stage."""
         return {op: n for n, stage in enumerate(self.stages) for op in stage.ops}
+
+    @property
+    def digest(self) -> str:
+        """A text that is equal for equal plans."""
+        text = self.to_json().encode()
+        return hashlib.blake2b(text, digest_size=8).hexdigest()
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
