@@ -36,6 +36,7 @@ PUBLIC = [
     "shard",
     "spmd_pipeline",
     "striped_positions",
+    "trace_work",
 ]
 
 

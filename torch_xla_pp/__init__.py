@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from torch_xla_pp.schedule import Action, Schedule
     from torch_xla_pp.spmd import spmd_pipeline
+    from torch_xla_pp.tracing import trace_work
 
 __all__ = [
     "Action",
@@ -65,6 +66,7 @@ __all__ = [
     "shard",
     "spmd_pipeline",
     "striped_positions",
+    "trace_work",
 ]
 
 _HOMES = {
@@ -91,6 +93,7 @@ _HOMES = {
     ),
     "schedule": ("Action", "Schedule"),
     "spmd": ("spmd_pipeline",),
+    "tracing": ("trace_work",),
 }
 _ROOMS = ("checkpoint",)
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
