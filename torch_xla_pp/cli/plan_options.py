@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import runpy
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch_xla_pp.planner import (
     link_between_ranks,
     make_plan,
 )
+from torch_xla_pp.work import WorkGraph
 
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -23,7 +25,13 @@ _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 def add_plan_options(command: ArgumentParser) -> None:
     """Add what `plan_of_options` reads."""
     add = command.add_argument
-    add("work", metavar="WORK", help="the model's work as JSON")
+    add(
+        "work",
+        metavar="WORK",
+        help="the model's work as JSON, or script.py:function, which returns a model "
+        "and the positional arguments of a microbatch",
+    )
+    add("--save-work", metavar="FILE", help="write the model's work as JSON")
     add("--rows", type=int, required=True, help="rows of a step, of all replicas")
     add("--ranks", type=int, metavar="N", help="ranks, of all replicas")
     add("--devices-per-rank", type=int, metavar="N", help="devices of each rank")
@@ -74,10 +82,13 @@ def plan_of_options(options: Namespace) -> PipelinePlan:
     Raises:
         ValueError: One is at fault, or nothing fits.
     """
+    work = _work_of(options.work)
+    if options.save_work:
+        work.to_json(options.save_work)
     device = DeviceSpec.named(options.device)
     latency_s = None if options.latency is None else options.latency * 1e-6
     return make_plan(
-        Path(options.work),
+        work,
         rows=options.rows,
         ranks=options.ranks,
         devices_per_rank=options.devices_per_rank,
@@ -100,6 +111,28 @@ def plan_of_options(options: Namespace) -> PipelinePlan:
         has_own_inputs=options.own_inputs,
         compare=options.compare,
     )
+
+
+def _work_of(target: str) -> WorkGraph:
+    """Return the work of a file, or trace the model that a script's function makes.
+
+    Raises:
+        ValueError: The script has no such function, or it returns something else.
+    """
+    script, _, name = target.rpartition(":")
+    if not script.endswith(".py"):
+        return WorkGraph.from_json(Path(target))
+    known = runpy.run_path(script)
+    made = known[name]() if callable(known.get(name)) else None
+    if not isinstance(made, tuple) or len(made) < 2 or not isinstance(made[1], tuple):
+        raise ValueError(
+            f"{target}: expected a function that returns a model and the tuple of a "
+            f"microbatch's arguments, got {type(made).__name__}. Write e.g. "
+            "def plan(): return Model(), (torch.zeros(8, 128),)."
+        )
+    from torch_xla_pp.tracing import trace_work  # With torch, which files do without.
+
+    return trace_work(made[0], made[1])
 
 
 def _size(text: str) -> int:
