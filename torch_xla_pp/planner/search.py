@@ -27,6 +27,7 @@ from torch_xla_pp.planner.settings import Request, settings_for
 from torch_xla_pp.planner.work_tree import WorkTree, tree_of
 
 _SLACK = 1.1
+_FEW_STAGES = 8
 _NUM_STARTS = 8
 _STARTS_OF_SETTING = 6
 
@@ -189,6 +190,8 @@ class _Cutter:
                     division = found[count - 1] if len(found) >= count else None
                     if division is not None:
                         yield division
+                        if count > _FEW_STAGES:
+                            break
                     if self._has_room(setting, order, lives, capacity):
                         break
         if planner in ("full", "graphpipe") and setting.stages_per_rank == 1:
