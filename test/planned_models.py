@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from torch_xla_pp.planner import PipelinePlan
 from torch_xla_pp.planner.evaluation import RankBytes
-from torch_xla_pp.planner.plan import (
+from torch_xla_pp.planner.plan_values import (
     CostSource,
     PlannedBatch,
     PlannedModel,

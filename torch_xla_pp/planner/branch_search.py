@@ -15,7 +15,7 @@ ASPLOS 2025, section 5, here with one rank for a stage; runs of branches as one 
 and the tables in place of its binary search, are ours.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,8 +71,8 @@ class _Solved:
 
 def cut_branches(
     tables: BranchTables, num_ranks: int, lives: Sequence[float], capacity: float
-) -> Iterator[Division]:
-    """Yield the best stages for each depth that pays, the least depth first.
+) -> list[Division]:
+    """Return the best stages for each depth that pays, the least depth first.
 
     Args:
         tables: What runs take.
@@ -80,17 +80,44 @@ def cut_branches(
         lives: Microbatches in flight in a stage of depth 1, 2, …
         capacity: Bytes that a stage may hold.
     """
-    size = len(tables.tree.parts)
-    if num_ranks > min(MOST_RANKS, len(tables.tree.works)) or size > _MOST_PARTS:
-        return
-    solver = _Solver(tables, num_ranks, lives, capacity)
-    root = solver.solve(tables.tree, 0)
-    best = np.inf
-    for depth in range(1, num_ranks + 1):
-        least = float(root.least[num_ranks, depth, 0])
-        if least < _GAIN * best:
-            best = least
-            yield solver.trace(root, depth, least)
+    return BranchCuts(tables, num_ranks, lives, capacity).divisions(num_ranks)
+
+
+class BranchCuts:
+    """Tables of a tree for up to so many ranks; none if these are too many.
+
+    Args:
+        tables: What runs take.
+        most_ranks: The most stages to be asked for.
+        lives: Microbatches in flight in a stage of depth 1, 2, …
+        capacity: Bytes that a stage may hold.
+    """
+
+    def __init__(
+        self,
+        tables: BranchTables,
+        most_ranks: int,
+        lives: Sequence[float],
+        capacity: float,
+    ) -> None:
+        tree = tables.tree
+        self._solver = None
+        if most_ranks <= MOST_RANKS + 1 and len(tree.parts) <= _MOST_PARTS:
+            self._solver = _Solver(tables, most_ranks, lives, capacity)
+            self._root = self._solver.solve(tree, 0)
+
+    def divisions(self, num_ranks: int) -> list[Division]:
+        """Return the best stages for each depth that pays, the least depth first."""
+        found: list[Division] = []
+        if self._solver is None:
+            return found
+        best = np.inf
+        for depth in range(1, num_ranks + 1):
+            least = float(self._root.least[num_ranks, depth, 0])
+            if least < _GAIN * best:
+                best = least
+                found.append(self._solver.trace(self._root, num_ranks, depth, least))
+        return found
 
 
 def absorbed(
@@ -172,10 +199,12 @@ class _Solver:
                 self._known[key] = self._solve_parts(tree, start)
         return self._known[key]
 
-    def trace(self, root: _Solved, depth: int, least: float) -> Division:
+    def trace(
+        self, root: _Solved, num_ranks: int, depth: int, least: float
+    ) -> Division:
         """Return stages with this bottleneck."""
         found: list[tuple[int, int, bool]] = []
-        self._trace(root, self._tree, 0, self._num_ranks, depth, 0, found)
+        self._trace(root, self._tree, 0, num_ranks, depth, 0, found)
         stages = [0] * len(self._tree.works)
         for stage, (first, last, _) in enumerate(found):
             for place in range(first, last + 1):

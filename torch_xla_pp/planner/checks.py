@@ -254,9 +254,19 @@ def _rank_need(
             if is_kept:
                 saved[stage] += value.size.of(rows)
             if value.name in graph.outputs and value.producer in names:
-                outputs += value.size.of(rows) * plan.batch.microbatches
+                outputs += value.size.of(rows) * _most_live(plan, number, stage)
     kept = _most_kept(plan, number, saved, passed)
     return state + kept + outputs + largest
+
+
+def _most_live(plan: PipelinePlan, number: int, stage: int) -> int:
+    """Walk a rank's actions, and count the microbatches between F and B or W."""
+    live = most = 0
+    for action in plan.table().actions[number]:
+        if action.stage == stage and action.kind != "I":
+            live += 1 if action.kind == "F" else -1
+            most = max(most, live)
+    return most
 
 
 def _most_kept(

@@ -7,6 +7,7 @@ Stages are numbered so that values go to higher ones only.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -62,7 +63,18 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankBytes:
-    """What one device of a rank holds at most, part by part."""
+    """What one device of a rank holds at most, part by part.
+
+    Args:
+        parameters: Parameters.
+        gradients: Their gradients, which add up over a step.
+        optimizer: The optimizer's state.
+        saved: What is kept from F to B or W.
+        passed: What is kept from I to W.
+        outputs: The model's outputs, or their gradients, from F to B. Outputs that a
+            caller keeps to the end of a step are not counted.
+        temporary: A guess of what the largest program takes besides.
+    """
 
     parameters: int
     gradients: int
@@ -139,7 +151,10 @@ class Evaluator:
     optimizer_bytes: float = 2.0
     has_own_inputs: bool = False
     has_chain: bool = False
-    _works: dict[tuple[Strategy, int], WorkCosts] = field(default_factory=dict)
+    _works: dict[tuple[Strategy, int], WorkCosts] = field(
+        default_factory=dict, init=False
+    )
+    _tables: dict[object, dict[object, Any]] = field(default_factory=dict, init=False)
 
     def works(self, strategy: Strategy, rows: int) -> WorkCosts:
         """Return the costs of works, which are kept."""
@@ -149,6 +164,10 @@ class Evaluator:
                 self.table, self.cluster, strategy, rows, self.optimizer_bytes
             )
         return self._works[key]
+
+    def tables(self, name: object) -> dict[object, Any]:
+        """Return a table that searches with this evaluator share."""
+        return self._tables.setdefault(name, {})
 
     def evaluate(self, cut: Cut) -> Evaluation:
         """Return what a cut costs."""
@@ -168,7 +187,7 @@ class Evaluator:
             cut=cut,
             step_s=step_seconds(order, costs, self.cluster.network),
             costs=costs,
-            ranks=tuple(_rank_bytes(held, setting, order)),
+            ranks=tuple(_rank_bytes(held, order)),
             order=order,
             capacity_bytes=self.cluster.capacity_bytes,
         )
@@ -323,7 +342,7 @@ def _value_bytes(works: WorkCosts, cut: Cut) -> tuple[Array, Array, Array]:
     return saved, outputs, touched
 
 
-def _rank_bytes(held: _Held, setting: Setting, order: PlannedOrder) -> list[RankBytes]:
+def _rank_bytes(held: _Held, order: PlannedOrder) -> list[RankBytes]:
     """Return what a device of each rank holds when its saved values are most."""
     found = []
     for stages, live in order.live_rows:
@@ -338,7 +357,7 @@ def _rank_bytes(held: _Held, setting: Setting, order: PlannedOrder) -> list[Rank
                 optimizer=round(held.optimizer[own].sum()),
                 saved=round(saved[most]),
                 passed=round(passed[most]),
-                outputs=round(held.outputs[own].sum() * setting.num_microbatches),
+                outputs=round(live[:, : len(own)].max(0) @ held.outputs[own]),
                 temporary=round(held.temporary[own].max()),
             )
         )

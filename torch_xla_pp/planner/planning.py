@@ -152,7 +152,7 @@ def planned(
 
 def _of(planner: PlannerName, evaluator: Evaluator) -> Evaluator:
     """Return what evaluates a planner's cuts: two of them know chains alone."""
-    return replace(evaluator, has_chain=planner in ("spp", "pipedream"), _works={})
+    return replace(evaluator, has_chain=planner in ("spp", "pipedream"))
 
 
 def _total(ranks: int | None, per_rank: int | None, devices: int | None) -> int:

@@ -66,7 +66,7 @@ def _remedies(
     yield (
         "twice the ranks",
         replace(more, replicas=None),
-        replace(evaluator, cluster=doubled, _works={}),
+        replace(evaluator, cluster=doubled),
     )
     if set(request.presets) != set(PRESETS):
         yield "allow dp, fsdp and tp", replace(request, presets=PRESETS), evaluator

@@ -97,6 +97,12 @@ class RunTables:
             again = np.where(better, remat == "full", again)
         return found, again
 
+    def fits(self, live: float, capacity: float) -> bool:
+        """Tell if every run fits in the way that takes least time."""
+        fastest = "none" if "none" in self.remat else "full"
+        held = self.state + live * self.saved[fastest]
+        return bool(held.max() <= capacity)
+
     def sizes(self, live: float) -> tuple[Array, Array]:
         """Return the least bytes that each run holds, and whether it computes again."""
         choices = sorted(self.remat, reverse=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torch_xla_pp.planner.branch_search import BranchTables, absorbed, cut_branches
+from torch_xla_pp.planner.branch_search import BranchCuts, BranchTables, absorbed
 from torch_xla_pp.planner.evaluation import (
     Cut,
     Evaluation,
@@ -27,8 +27,9 @@ from torch_xla_pp.planner.settings import Request, settings_for
 from torch_xla_pp.planner.work_tree import WorkTree, tree_of
 
 _SLACK = 1.1
+_FEW_STAGES = 8
 _NUM_STARTS = 8
-_STARTS_OF_SETTING = 4
+_STARTS_OF_SETTING = 6
 
 
 @dataclass(kw_only=True, eq=False)
@@ -126,14 +127,15 @@ class _Cutter:
     def __init__(self, request: Request, evaluator: Evaluator) -> None:
         self._request = request
         self._evaluator = evaluator
-        self._divisions: dict[object, list[Division | None]] = {}
-        self._tables: dict[object, RunTables] = {}
-        self._branches: dict[object, BranchTables] = {}
-        self._grown: dict[object, list[Division]] = {}
-        self._runs: dict[Order, OrderRuns] = {}
-        self._trees: dict[object, WorkTree] = {}
-        self._orders: dict[object, tuple[Order, ...]] = {}
-        self._sums: dict[object, tuple[float, float, float, float]] = {}
+        own, kept = request.remat, evaluator.tables
+        self._divisions: dict[object, list[Division | None]] = kept(("cuts", own))
+        self._tables: dict[object, RunTables] = kept(("runs", own))
+        self._branches: dict[object, BranchTables] = kept(("branches", own))
+        self._grown: dict[object, list[Division]] = kept(("grown", own))
+        self._runs: dict[object, OrderRuns] = kept("orders' runs")
+        self._trees: dict[object, WorkTree] = kept("trees")
+        self._orders: dict[object, tuple[Order, ...]] = kept("orders")
+        self._sums: dict[object, tuple[float, float, float, float]] = kept("sums")
 
     def balanced_s(self, setting: Setting) -> float:
         """Estimate a step of stages that all take equally long."""
@@ -181,12 +183,16 @@ class _Cutter:
             for order in self._orders_of(setting):
                 if planner != "full" and order != tuple(range(len(order))):
                     continue
-                # Where nothing fits, what holds least is where moves begin.
-                for bound in (capacity, None):
+                # Where memory binds, moves begin from what holds least, too.
+                bounds = [capacity, None] if np.isfinite(capacity) else [capacity]
+                for bound in bounds:
                     found = self._divided(setting, order, lives, bound)
                     division = found[count - 1] if len(found) >= count else None
                     if division is not None:
                         yield division
+                        if count > _FEW_STAGES:
+                            break
+                    if self._has_room(setting, order, lives, capacity):
                         break
         if planner in ("full", "graphpipe") and setting.stages_per_rank == 1:
             yield from self._branched(setting, lives, capacity)
@@ -209,6 +215,17 @@ class _Cutter:
             self._divisions[whole] = cut_runs(self._tables[key], lives, capacity)
         return self._divisions[whole]
 
+    def _has_room(
+        self,
+        setting: Setting,
+        order: Order,
+        lives: tuple[float, ...],
+        capacity: float,
+    ) -> bool:
+        """Tell if memory rules out no run of an order."""
+        tables = self._tables[setting.strategy, setting.rows, order]
+        return tables.fits(max(lives), capacity)
+
     def _branched(
         self, setting: Setting, lives: tuple[float, ...], capacity: float
     ) -> Iterator[Division]:
@@ -222,19 +239,29 @@ class _Cutter:
             runs = self._runs_of(tree.works)
             tables = BranchTables(tree, runs, works, self._request.remat)
             self._branches[key] = tables
+        # What fits with all that may be live has the same stages as if less were.
+        if self._branches[key].runs.fits(max(lives) + 1, capacity):
+            lives, capacity = (1.0,) * len(lives), np.inf
         whole = key, setting.num_ranks, lives, capacity
         if whole not in self._grown:
-            tables, count = self._branches[key], setting.num_ranks
-            found = [*cut_branches(tables, count, lives, capacity)]
-            if tree.has_branches:
-                more = cut_branches(
-                    tables, count + 1, (*lives, lives[-1] + 1), capacity
-                )
-                loads = self._weights(setting)
-                edges = self._evaluator.table.graph.edges
-                found += [m for d in more for m in absorbed(d, edges, loads)]
-            self._grown[whole] = found
+            self._grown[whole] = self._grow(setting, key, lives, capacity)
         yield from self._grown[whole]
+
+    def _grow(
+        self, setting: Setting, key: object, lives: tuple[float, ...], capacity: float
+    ) -> list[Division]:
+        """Cut the tree, also with a stage too many, two of which are joined."""
+        count, has_branches = setting.num_ranks, self._tree_of(setting).has_branches
+        lives = (*lives, lives[-1] + 1)
+        tables = self._branches[key]
+        cuts = BranchCuts(tables, count + has_branches, lives, capacity)
+        found = cuts.divisions(count)
+        if has_branches:
+            loads = self._weights(setting)
+            edges = self._evaluator.table.graph.edges
+            for division in cuts.divisions(count + 1):
+                found += absorbed(division, edges, loads)
+        return found
 
     def _runs_of(self, order: Order) -> OrderRuns:
         if order not in self._runs:
