@@ -31,6 +31,7 @@ nitpick_ignore = [
     ("py:class", "torch_xla_pp.graph.captured.Baked"),
     ("py:class", "torch_xla_pp.graph.prepare.Prepared"),
     ("py:class", "torch_xla_pp.mesh.job_axes.MeshLayout"),
+    ("py:class", "torch_xla_pp.planner.report.ReportedPlan"),
     ("py:class", "torch_xla_pp.runtime.stage_model.TracedModel"),
     ("py:class", "torch_xla_pp.timeline.timeline.Timeline"),
     ("py:class", "torch_xla_pp.transport.process_group.XlaPpProcessGroup"),

@@ -25,7 +25,11 @@ from torchrun import ROOT
 from torch_xla_pp.testing import Worlds
 
 DOCS = ROOT / "docs"
-PURE = ("how-to/choose-a-schedule.md", "how-to/write-a-schedule.md")
+PURE = (
+    "how-to/choose-a-schedule.md",
+    "how-to/plan.md",
+    "how-to/write-a-schedule.md",
+)
 RANKS = {"how-to/debug-a-hang.md": (2, 1), "spmd-pipeline.md": (1, 2)}
 EXAMPLE = tuple(
     f"explanation/{name}.md"
@@ -51,15 +55,19 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def run_here(codes: Sequence[str]) -> list[str]:
-    """Run blocks one after the other in this process; return what each prints."""
+    """Run blocks one after the other in this process; return what each prints.
+
+    Files that they write are gone afterwards.
+    """
     names: dict[str, Any] = {"__name__": "page"}
     printed = []
     environment = dict(os.environ)
     try:
-        for code in codes:
-            with contextlib.redirect_stdout(io.StringIO()) as out:
-                exec(compile(code, "page", "exec"), names)
-            printed.append(out.getvalue())
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            for code in codes:
+                with contextlib.redirect_stdout(io.StringIO()) as out:
+                    exec(compile(code, "page", "exec"), names)
+                printed.append(out.getvalue())
     finally:
         os.environ.clear()
         os.environ.update(environment)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch_xla_pp.mesh import AxisRules, LocalMesh, Tiling
 from torch_xla_pp.schedule import Action, Schedule, carriers_of
 from torch_xla_pp.timeline import Span, Timeline, Transfer
+from torch_xla_pp.work import Amount, Cost, Work, WorkGraph, WorkParameter, WorkValue
 
 AXES = ("data", "model", "expert")
 
@@ -237,3 +238,98 @@ def resharded(draw: st.DrawFn) -> tuple[Tiling, Tiling]:
     """Two ways in which one value may lie; sizes need not divide."""
     shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
     return draw(tilings(shape)), draw(tilings(shape))
+
+
+@st.composite
+def work_graphs(draw: st.DrawFn, max_works: int = 6) -> WorkGraph:
+    """Works in program order, each of which uses values of some before it."""
+    count = draw(st.integers(1, max_works))
+    names = [f"w{i}" for i in range(count)]
+    sizes = st.integers(0, 1000)
+    values = []
+    for place, name in enumerate(names):
+        users = tuple(user for user in names[place + 1 :] if draw(st.booleans()))
+        kept_by = tuple(user for user in (name, *users) if draw(st.booleans()))
+        values.append(
+            WorkValue(
+                name=f"v{place}",
+                bytes_per_row=draw(sizes),
+                bytes=draw(sizes),
+                has_gradient=draw(st.booleans()),
+                producer=draw(st.sampled_from([name, name, None])),
+                users=users,
+                kept_by=tuple(user for user in kept_by if user != name),
+            )
+        )
+    return WorkGraph(
+        works=tuple(draw(_works(name)) for name in names),
+        values=tuple(values),
+        rows=draw(st.integers(1, 8)),
+        outputs=(f"v{count - 1}",),
+    )
+
+
+@st.composite
+def _works(draw: st.DrawFn, name: str) -> Work:
+    numbers = st.integers(0, 1000)
+    costs = st.builds(
+        Cost, flops_per_row=numbers, flops=numbers, bytes_per_row=numbers, bytes=numbers
+    )
+    amounts = st.builds(Amount, bytes_per_row=numbers, bytes=numbers)
+    parameters = [
+        WorkParameter(name=f"{name}.{i}", shape=(size, 2), dtype="float32", bytes=size)
+        for i, size in enumerate(draw(st.lists(numbers, max_size=2)))
+    ]
+    return Work(
+        name=name,
+        ops=(f"{name}_op",),
+        module=draw(st.sampled_from(["", "layers.0"])),
+        digest=draw(st.sampled_from("ab")),
+        forward=draw(costs),
+        backward_input=draw(costs),
+        backward_weight=draw(costs),
+        saved={"none": draw(amounts), "full": draw(amounts)},
+        passed_bytes_per_row=draw(numbers),
+        parameters=tuple(parameters),
+    )
+
+
+@st.composite
+def series_parallel_graphs(draw: st.DrawFn, max_works: int = 7) -> WorkGraph:
+    """Works that are made of series and branches, one within another."""
+    count = draw(st.integers(1, max_works))
+    edges, _, _ = _joined(draw, 0, count)
+    names = [f"w{i}" for i in range(count)]
+    values = tuple(
+        WorkValue(
+            name=f"v{place}",
+            bytes_per_row=draw(st.integers(0, 1000)),
+            bytes=0,
+            has_gradient=True,
+            producer=name,
+            users=tuple(names[c] for p, c in sorted(edges) if p == place),
+            kept_by=tuple(names[c] for p, c in sorted(edges) if p == place),
+        )
+        for place, name in enumerate(names)
+    )
+    return WorkGraph(
+        works=tuple(draw(_works(name)) for name in names),
+        values=values,
+        rows=1,
+        outputs=(f"v{count - 1}",),
+    )
+
+
+def _joined(
+    draw: st.DrawFn, first: int, count: int
+) -> tuple[set[tuple[int, int]], list[int], list[int]]:
+    """Edges of works from `first` on, those without producers and without users."""
+    if count == 1:
+        return set(), [first], [first]
+    own = draw(st.integers(1, count - 1))
+    edges, heads, tails = _joined(draw, first, own)
+    others, other_heads, other_tails = _joined(draw, first + own, count - own)
+    if draw(st.booleans()):
+        between = {(tail, head) for tail in tails for head in other_heads}
+        return edges | others | between, heads, other_tails
+    return edges | others, heads + other_heads, tails + other_tails

@@ -52,6 +52,16 @@ def check_dump(folder: Path) -> None:
         assert any("ENTRY" in file.read_text() for file in own.glob("hlo/*.txt"))
 
 
+def test_the_page_on_plans_runs(worlds: Worlds, tmp_path: Path) -> None:
+    script = tmp_path / "planned.py"
+    script.write_text(python_blocks(ROOT / "docs" / "plan-a-model.md"))
+    printed = run_script(worlds, script, ranks=2, devices=1)
+    losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", printed)]
+    assert len(losses) == 3
+    assert losses[2] < losses[0]
+    assert "2 ranks" in printed
+
+
 def test_the_page_on_stage_graphs_runs(worlds: Worlds, tmp_path: Path) -> None:
     page = ROOT / "docs" / "stage-graphs.md"
     script = tmp_path / "graphs.py"

@@ -96,3 +96,30 @@ def test_a_pool_grows_to_what_is_needed_and_never_shrinks(
     monkeypatch.setenv("PJRT_NPROC", "many")
     monkeypatch.setenv("NPROC", "90")
     assert env.pool_size() == 90
+
+
+def test_a_plan_says_how_many_devices_a_rank_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"ranks": [{"devices": 2}, {"devices": 3}]}')
+    monkeypatch.setenv("TORCH_XLA_PP_PLAN", str(path))
+    for rank, count in enumerate("2323"):
+        monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
+        monkeypatch.setenv("RANK", str(rank))
+        env.set_defaults()
+        assert os.environ["CPU_NUM_DEVICES"] == count
+    monkeypatch.setenv("CPU_NUM_DEVICES", "5")
+    env.set_defaults()
+    assert os.environ["CPU_NUM_DEVICES"] == "5"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"ranks": []}', '{"ranks": [{}]}'])
+def test_what_is_no_plan_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    monkeypatch.setenv("TORCH_XLA_PP_PLAN", str(path))
+    with pytest.raises(ValueError, match="expected a file that PipelinePlan.to_json"):
+        env.set_defaults()

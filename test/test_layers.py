@@ -11,26 +11,29 @@ pytestmark = pytest.mark.pure
 PACKAGE = "torch_xla_pp"
 ROOT = Path(__file__).parent.parent / PACKAGE
 LAYERS = (
-    ("errors", "env", "text"),
-    ("mesh", "schedule", "timeline", "xla_compat", "dump"),
+    ("errors", "env", "text", "record"),
+    ("work", "mesh", "schedule", "timeline", "xla_compat", "dump"),
     ("hlo", "native"),
     ("cpu", "deferred", "transport"),
     ("graph", "world"),
     ("plan", "simulate", "torch_compat"),
+    ("planner",),
     ("compile",),
     ("runtime",),
     ("checkpoint", "profile", "launch"),
-    ("cli",),
     ("torch_pipe",),
+    ("tracing", "planned"),
+    ("cli",),
     ("pipe", "spmd"),
     ("on_import",),
     ("__init__", "__main__"),
     ("testing",),
 )
 LAYER_OF = {name: i for i, names in enumerate(LAYERS) for name in names}
-PURE = {"mesh", "hlo", "graph", "plan", "schedule", "timeline", "simulate"}
+PURE = {"work", "mesh", "hlo", "graph", "plan", "schedule", "timeline", "simulate"}
+PURE |= {"planner"}
 # These do not even need torch.
-PLAIN = {"schedule", "timeline", "simulate"}
+PLAIN = {"record", "work", "schedule", "timeline", "simulate", "planner"}
 EFFECTS = ("torch_xla", "_XLAC", "torch.distributed")
 XLA_PRIVATE = "xla_compat.py"
 GROUPS_PRIVATE = "transport/gloo_compat.py"

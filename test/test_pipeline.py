@@ -63,7 +63,7 @@ def test_an_example_that_is_not_where_the_model_is() -> None:
 
 
 def test_split_points_and_a_policy_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="split_spec or split_policy, got both"):
+    with pytest.raises(ValueError, match="got split_spec and split_policy. Leave"):
         xpp.pipeline(
             Two(),
             mb_args=(torch.ones(2, 4),),

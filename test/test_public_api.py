@@ -14,6 +14,7 @@ PUBLIC = [
     "CheckpointError",
     "Pipe",
     "PipelineError",
+    "PipelinePlan",
     "PipelineStage",
     "PlanError",
     "Schedule",
@@ -27,6 +28,7 @@ PUBLIC = [
     "deferred_init",
     "device",
     "init_device_mesh",
+    "make_plan",
     "materialize",
     "pipeline",
     "pipeline_yield",
@@ -34,6 +36,7 @@ PUBLIC = [
     "shard",
     "spmd_pipeline",
     "striped_positions",
+    "trace_work",
 ]
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch_xla_pp.launch import device, init_device_mesh
     from torch_xla_pp.mesh import AxisRules, striped_positions
     from torch_xla_pp.pipe import Pipe, pipeline
+    from torch_xla_pp.planner import PipelinePlan, make_plan
     from torch_xla_pp.profile import profile_step
     from torch_xla_pp.runtime import (
         PipelineStage,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     )
     from torch_xla_pp.schedule import Action, Schedule
     from torch_xla_pp.spmd import spmd_pipeline
+    from torch_xla_pp.tracing import trace_work
 
 __all__ = [
     "Action",
@@ -42,6 +44,7 @@ __all__ = [
     "CheckpointError",
     "Pipe",
     "PipelineError",
+    "PipelinePlan",
     "PipelineStage",
     "PlanError",
     "Schedule",
@@ -55,6 +58,7 @@ __all__ = [
     "deferred_init",
     "device",
     "init_device_mesh",
+    "make_plan",
     "materialize",
     "pipeline",
     "pipeline_yield",
@@ -62,6 +66,7 @@ __all__ = [
     "shard",
     "spmd_pipeline",
     "striped_positions",
+    "trace_work",
 ]
 
 _HOMES = {
@@ -79,6 +84,7 @@ _HOMES = {
     "launch": ("device", "init_device_mesh"),
     "mesh": ("AxisRules", "striped_positions"),
     "pipe": ("Pipe", "pipeline"),
+    "planner": ("PipelinePlan", "make_plan"),
     "profile": ("profile_step",),
     "runtime": (
         "PipelineStage",
@@ -87,6 +93,7 @@ _HOMES = {
     ),
     "schedule": ("Action", "Schedule"),
     "spmd": ("spmd_pipeline",),
+    "tracing": ("trace_work",),
 }
 _ROOMS = ("checkpoint",)
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

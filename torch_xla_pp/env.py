@@ -1,6 +1,7 @@
 """Every environment variable that torch_xla_pp reads, in one place."""
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Collection
@@ -33,8 +34,12 @@ def set_defaults() -> None:
     errors are still printed. With `TORCH_XLA_PP_DUMP_DIR` XLA writes its programs, too.
     torch_xla tells what memory programs need in its analyses alone: they go to a file
     without a name. What CPU devices need besides is set by `cpu.prepare_client`.
+
+    Raises:
+        ValueError: `TORCH_XLA_PP_PLAN` names no plan.
     """
     _keep_analyses()
+    _take_devices()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     folder = dump_dir()
     if folder is not None and add_xla_flag("xla_dump_to", str(folder / "hlo")):
@@ -106,6 +111,22 @@ def _keep_analyses() -> None:
     file = os.memfd_create("torch_xla_pp")
     os.environ["PT_XLA_DEBUG_LEVEL"] = "1"
     os.environ["PT_XLA_DEBUG_FILE"] = f"/proc/{os.getpid()}/fd/{file}"
+
+
+def _take_devices() -> None:
+    """Let this rank have as many CPU devices as `TORCH_XLA_PP_PLAN` has planned."""
+    path = os.environ.get("TORCH_XLA_PP_PLAN", "")
+    if not path:
+        return
+    try:
+        ranks = json.loads(Path(path).read_text())["ranks"]
+        own = ranks[int(os.environ.get("RANK", "0")) % len(ranks)]
+        os.environ.setdefault("CPU_NUM_DEVICES", str(int(own["devices"])))
+    except (OSError, ValueError, LookupError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"TORCH_XLA_PP_PLAN: expected a file that PipelinePlan.to_json wrote, got "
+            f"{path!r} ({type(error).__name__}: {error}). Unset it, or write a plan."
+        ) from error
 
 
 def analyses() -> Path | None:

@@ -5,7 +5,7 @@ compiled when a schedule of torch.distributed.pipelining runs its first step.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,9 +14,8 @@ from torch import fx, nn
 from torch.distributed.pipelining import SplitPoint
 from torch.utils import _pytree as pytree
 
-from torch_xla_pp.compile import Remat, marking_checkpoints
+from torch_xla_pp.compile import Remat
 from torch_xla_pp.deferred import (
-    as_on_host,
     back_to_meta,
     parameter_names,
     places_of,
@@ -27,6 +26,7 @@ from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PlanError
 from torch_xla_pp.graph import (
     BakedModel,
+    GivenStages,
     Prepared,
     add_mode,
     begin_modes,
@@ -37,18 +37,24 @@ from torch_xla_pp.graph import (
     for_each_mode,
     has_mixed_mode,
     in_mode,
-    indexing_by_tensors,
     keep_parameters,
     keep_persistence,
     prepare,
     reads_training,
     refuse_modes,
-    sharding_outputs,
     tie_parameters,
-    untied,
 )
+from torch_xla_pp.launch import PipelineMesh, device
 from torch_xla_pp.mesh import AxisRules, LogicalAxes, Sharding, unmatched
 from torch_xla_pp.plan import StageInputs
+from torch_xla_pp.planned import (
+    check_example,
+    check_parameters,
+    given_stages,
+    planned_rules,
+    planned_schedule,
+)
+from torch_xla_pp.planner import PipelinePlan
 from torch_xla_pp.runtime import (
     PipelineStage,
     TracedModel,
@@ -56,6 +62,7 @@ from torch_xla_pp.runtime import (
 )
 from torch_xla_pp.torch_pipe import SPLIT_MARK, move_factories_to, trace_and_split
 from torch_xla_pp.torch_pipe import Pipe as _TracedPipe
+from torch_xla_pp.tracing import tracing
 
 
 class Pipe(_TracedPipe):
@@ -76,6 +83,7 @@ class Pipe(_TracedPipe):
     Attributes:
         stage_graph: The stages and the values that flow between them; with their
             shardings once a stage was built.
+        plan: The plan by which the model was split, None if by none.
     """
 
     def __init__(
@@ -88,6 +96,7 @@ class Pipe(_TracedPipe):
     ) -> None:
         self._activations = activations
         self._baked: BakedModel | None = None
+        self.plan: PipelinePlan | None = None
         finish_split(traced.split_gm, prepared)
         super().__init__(
             traced.split_gm,
@@ -174,11 +183,77 @@ class Pipe(_TracedPipe):
             tied=tied,
             replicas=replicas,
             input_args=None if expected is None else tuple(expected),
-            traced=TracedModel(shapes=shapes, baked=self._baked),
+            traced=TracedModel(
+                shapes=shapes,
+                baked=self._baked,
+                plan="" if self.plan is None else self.plan.digest,
+            ),
         )
         if expected is not None:
             self._note_shardings(stage)
         return stage
+
+    def build_stages(
+        self, mesh: PipelineMesh, *, sharding: AxisRules | None = None
+    ) -> list[PipelineStage]:
+        """Make the stages that this rank runs by the plan.
+
+        Args:
+            mesh: What `init_device_mesh("xla", plan=plan)` returns.
+            sharding: What the logical axes of the model's parameters and activations
+                are; the plan's presets say how these axes are split.
+
+        Raises:
+            ValueError: The model was not split by a plan, or an argument does not fit.
+        """
+        plan = self._planned("build_stages")
+        rank = mesh.get_local_rank("pp")
+        own = plan.ranks[rank]
+        rules = planned_rules(plan, rank, sharding)
+        replicas = mesh.get_group("dp") if plan.batch.replicas > 1 else None
+        return [
+            self.build_stage(
+                index,
+                device(),
+                mesh.get_group("pp"),
+                mesh=mesh[tuple(own.mesh)] if own.mesh else None,
+                sharding=rules if own.rules else None,
+                batch_axis=own.batch_axis,
+                remat=_remat(stage.remat),
+                replicas=replicas,
+            )
+            for index, stage in enumerate(plan.stages)
+            if stage.rank == rank
+        ]
+
+    def make_schedule(
+        self,
+        stages: Sequence[PipelineStage],
+        loss_fn: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Make the schedule that runs stages in the order of the plan.
+
+        It is torch's class where one has that order, else a `ScheduleFromTable`.
+
+        Args:
+            stages: What `build_stages` has returned.
+            loss_fn: As for the schedules of torch.distributed.pipelining.
+            **options: Likewise.
+
+        Raises:
+            ValueError: The model was not split by a plan.
+        """
+        plan = self._planned("make_schedule")
+        return planned_schedule(plan, stages, loss_fn, **options)
+
+    def _planned(self, what: str) -> PipelinePlan:
+        if self.plan is None:
+            raise ValueError(
+                f"{what}: expected a model that was split by a plan, got one that was "
+                "not. Pass plan= to pipeline, or build each stage by build_stage."
+            )
+        return self.plan
 
     def _without_activations(self, rules: AxisRules) -> AxisRules:
         """Return the rest of axis rules, as the trace has the activations."""
@@ -199,6 +274,25 @@ class Pipe(_TracedPipe):
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cuts:
+    """What says where to split a model: at most one of these."""
+
+    spec: dict[str, SplitPoint]
+    policy: Callable[[fx.GraphModule], fx.GraphModule] | None
+    given: GivenStages | None
+
+    def __post_init__(self) -> None:
+        given: dict[str, Any] = {"split_spec": self.spec, "split_policy": self.policy}
+        given["plan"] = self.given
+        names = [name for name, value in given.items() if value]
+        if len(names) > 1:
+            raise ValueError(
+                "pipeline: expected at most one of split_spec, split_policy and plan, "
+                f"got {' and '.join(names)}. Leave the others out."
+            )
+
+
 def pipeline(
     module: nn.Module,
     mb_args: tuple[Any, ...],
@@ -207,6 +301,7 @@ def pipeline(
     split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
     *,
     activations: Mapping[str, LogicalAxes] | None = None,
+    plan: PipelinePlan | None = None,
 ) -> Pipe:
     """Trace a model and split it into stages.
 
@@ -221,13 +316,16 @@ def pipeline(
             of `pipeline_yield` are looked at.
         activations: Glob pattern on submodule names → logical axes of what they
             return; `AxisRules.activations` of the rules for `Pipe.build_stage`.
+        plan: Stages that a planner has chosen; marks in the model then count for
+            nothing.
 
     Raises:
         TypeError: The model is wrapped for data parallelism.
         ValueError: The example is not on the model's device; `split_spec` names
-            unknown submodules, or is given together with a `split_policy`; or
-            `activations` do not fit the model.
-        PlanError: The model cannot be split as its marks say.
+            unknown submodules; more than one of `split_spec`, `split_policy` and
+            `plan` is given; or `activations` do not fit the model.
+        PlanError: The model cannot be split as its marks say, or is not the one that
+            was planned.
 
     Example:
         >>> pipe = pipeline(model, mb_args=(x,),
@@ -236,14 +334,17 @@ def pipeline(
     check_plain_module("pipeline", module)
     _check_devices(module, (mb_args, mb_kwargs))
     check_split_spec(module, split_spec or {})
-    if split_spec and split_policy is not None:
-        raise ValueError(
-            "pipeline: expected split_spec or split_policy, got both. Leave one out."
-        )
+    given = None if plan is None else given_stages(plan)
+    cuts = _Cuts(spec=split_spec or {}, policy=split_policy, given=given)
+    if plan is not None:
+        check_example(plan, (mb_args, mb_kwargs))
     activations = dict(activations or {})
     _check_activations(module, activations)
     record_resets(module)
-    pipe = _traced(module, mb_args, mb_kwargs, split_spec, split_policy, activations)
+    pipe = _traced(module, mb_args, mb_kwargs, cuts, activations)
+    if plan is not None:
+        check_parameters(plan, _parameter_bytes(pipe))
+        pipe.plan = plan
     is_switched = reads_training(module)
     names = {place.name for place in places_of(module)}
     for stage in _stage_modules(pipe):
@@ -252,9 +353,7 @@ def pipeline(
     for training in missing if is_switched else ():
         try:
             with in_mode(module, training):
-                other = _traced(
-                    module, mb_args, mb_kwargs, split_spec, split_policy, activations
-                )
+                other = _traced(module, mb_args, mb_kwargs, cuts, activations)
             _add_mode(pipe, other, names, training)
         except Exception as error:
             for stage in _stage_modules(pipe):
@@ -265,6 +364,13 @@ def pipeline(
     dump("stage_graph.txt", pipe.stage_graph.__str__)
     pipe._baked = BakedModel(module)
     return pipe
+
+
+def _parameter_bytes(pipe: Pipe) -> int:
+    """Return the size of all parameters of all stages, shared ones once."""
+    stages = [pipe.get_stage_module(index) for index in range(pipe.num_stages)]
+    found = {id(value): value for stage in stages for value in stage.parameters()}
+    return sum(value.numel() * value.element_size() for value in found.values())
 
 
 def _stage_modules(pipe: Pipe) -> list[fx.GraphModule]:
@@ -294,8 +400,7 @@ def _traced(
     module: nn.Module,
     mb_args: tuple[Any, ...],
     mb_kwargs: dict[str, Any] | None,
-    split_spec: dict[str, SplitPoint] | None,
-    split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None,
+    cuts: _Cuts,
     activations: Mapping[str, LogicalAxes],
 ) -> Pipe:
     """Trace a model in its present mode and split it."""
@@ -303,21 +408,20 @@ def _traced(
     prepared: list[Prepared] = []
 
     def policy(traced: fx.GraphModule) -> fx.GraphModule:
-        traced = traced if split_policy is None else split_policy(traced)
-        prepared.append(prepare(traced, SPLIT_MARK))
+        traced = traced if cuts.policy is None else cuts.policy(traced)
+        prepared.append(prepare(traced, SPLIT_MARK, cuts.given))
         return traced
 
-    with (
-        marking_checkpoints(),
-        as_on_host(module) as faked,
-        indexing_by_tensors(),
-        untied(module, names),
-        sharding_outputs(module, activations),
-    ):
+    with tracing(module, names, activations) as faked:
         mb_args, mb_kwargs = faked((mb_args, mb_kwargs))
-        split = trace_and_split(module, mb_args, mb_kwargs, split_spec or {}, policy)
+        split = trace_and_split(module, mb_args, mb_kwargs, cuts.spec, policy)
     back_to_meta(split.split_gm)
     return Pipe(split, prepared[-1], module, names, activations)
+
+
+def _remat(name: str) -> Remat:
+    """Return how much a stage computes again, as plans write it."""
+    return "full" if name == "full" else "none"
 
 
 def _check_devices(module: nn.Module, example: Any) -> None:

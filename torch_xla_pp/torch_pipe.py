@@ -15,9 +15,19 @@ from torch.distributed.pipelining._IR import (
     aten_pipe_split_alias,
 )
 
-__all__ = ["SPLIT_MARK", "Pipe", "move_factories_to", "trace_and_split"]
+__all__ = ["SPLIT_MARK", "Pipe", "move_factories_to", "trace", "trace_and_split"]
 
 SPLIT_MARK = aten_pipe_split_alias
+
+
+def trace(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> fx.GraphModule:
+    """Trace a model with upstream's tracer; the policy of a split sees the same."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = Pipe._trace_with_export(module, args, kwargs)
+        return program.module(check_guards=False)
 
 
 def trace_and_split(

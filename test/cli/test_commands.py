@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from planner_models import gpt
 
 from torch_xla_pp.cli import main
 from torch_xla_pp.schedule import Schedule, dag_1f1b, one_f_one_b, zb1p, zbv
@@ -174,6 +175,7 @@ def test_help_has_examples_that_run(
     step = simulate(one_f_one_b(2, 4), Costs.uniform(2))
     for name in ("step", "measured", "predicted"):
         step.to_json(f"{name}.json")
+    gpt(8, 64, 32).to_json("work.json")
     with pytest.raises(SystemExit) as stop:
         main(["--help"])
     assert stop.value.code == 0

@@ -57,6 +57,12 @@ def test_ranks_with_other_transports_are_told_what_to_set() -> None:
     assert "TORCH_XLA_PP_TRANSPORT=host" in fault
 
 
+def test_ranks_with_other_plans_are_told() -> None:
+    claims = [replace(claim(i, num_stages=2), plan=f"plan {i}") for i in range(2)]
+    (fault,) = claim_faults(claims)
+    assert fault.startswith("plan: expected the same on every rank, got ['plan 0'")
+
+
 def test_claims_make_one_wiring() -> None:
     wiring, faults = wiring_of([claim(0, 3, shared={"w": "x"}), claim(1, 2)])
     assert faults == []

@@ -5,6 +5,7 @@ import math
 from argparse import ArgumentParser
 from typing import Any
 
+from torch_xla_pp.cli.plan_options import add_plan_options
 from torch_xla_pp.cli.sources import NAMES
 
 _EXAMPLES = """\
@@ -14,6 +15,7 @@ examples:
   python -m torch_xla_pp schedule check mine.csv
   python -m torch_xla_pp simulate zb1p --ranks 8 --microbatches 32 --forward 2.5
   python -m torch_xla_pp simulate 1f1b --ranks 2 --microbatches 8 --profile step.json
+  python -m torch_xla_pp plan work.json --rows 512 --ranks 8 --device v5p
   python -m torch_xla_pp trace show step.json
   python -m torch_xla_pp trace merge measured.json predicted.json --output trace.json
 
@@ -28,19 +30,31 @@ _TIMES = """
 Times are milliseconds: one for all stages, or one for each, such as 1,2,2,3. A whole
 backward takes as long as its two parts. Stages form a chain unless --edges are given.
 """
+_PLAN = """
+Every choice that no option gives is the planner's. Lists have commas, such as
+--microbatches 8,16. The work of a model is what WorkGraph.to_json writes.
+
+examples:
+  python -m torch_xla_pp plan work.json --rows 512 --ranks 8 --devices-per-rank 4
+  python -m torch_xla_pp plan work.json --rows 512 --devices 32 --device v5p
+  python -m torch_xla_pp plan work.json --rows 64 --ranks 2 --memory 2GiB --remat full
+  python -m torch_xla_pp plan show plan.json --against other.json
+"""
 
 
 def parser() -> ArgumentParser:
     """Return the parser; its result has the command's name as `command`."""
     top = ArgumentParser(
         prog="python -m torch_xla_pp",
-        description="Look at schedules, simulate steps, and merge recorded ones.",
+        description="Plan pipelines, look at schedules, simulate steps, and merge "
+        "recorded ones.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     groups = top.add_subparsers(required=True, metavar="COMMAND")
     _add_schedule(groups)
     _add_simulate(groups)
+    _add_plan(groups)
     _add_trace(groups)
     return top
 
@@ -94,6 +108,31 @@ def _add_simulate(groups: Any) -> None:
     run.add_argument("--output", metavar="FILE", help="write the timeline as JSON")
     run.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto")
     _add_picture(run, "draw the timeline")
+
+
+def _add_plan(groups: Any) -> None:
+    commands = _group(groups, "plan", "find out how to cut and run a model")
+    make = _command(
+        commands, "make", "plan make", "plan a model; `make` may be left out", _PLAN
+    )
+    add_plan_options(make)
+    _add_step_files(make)
+    show = _command(commands, "show", "plan show", "print a plan, or what differs")
+    show.add_argument("file", help="a plan as JSON")
+    show.add_argument("--against", metavar="FILE", help="a plan to compare it with")
+    _add_step_files(show)
+    check = _command(
+        commands, "check", "plan check", "say whether a plan fits a model and memory"
+    )
+    check.add_argument("file", help="a plan as JSON")
+    check.add_argument("--work", required=True, metavar="FILE", help="the model's work")
+
+
+def _add_step_files(command: ArgumentParser) -> None:
+    command.add_argument(
+        "--trace", metavar="FILE", help="write the predicted step for Perfetto"
+    )
+    _add_picture(command, "draw the predicted step")
 
 
 def _add_trace(groups: Any) -> None:

@@ -12,6 +12,7 @@ from torch_xla_pp.compile.export import export_joint
 from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.loss_program import LossProgram
 from torch_xla_pp.compile.lowering import LoweringRule
+from torch_xla_pp.compile.model_work import work_of
 from torch_xla_pp.compile.names import (
     MARK,
     BucketKind,
@@ -109,4 +110,5 @@ __all__ = [
     "shared_total",
     "tangent",
     "tangent_name",
+    "work_of",
 ]

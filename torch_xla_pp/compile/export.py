@@ -25,7 +25,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._guards import TracingContext, tracing
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback
@@ -258,7 +258,8 @@ def _name_captured(
 
 def _export(module: nn.Module, args: list[Tensor]) -> Any:
     # The first trace finds out which tensors the module reads from elsewhere.
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    held = [*args, *module.parameters(), *module.buffers()]
+    fake = detect_fake_mode(held) or FakeTensorMode(allow_non_fake_inputs=True)
     with (
         contextlib.ExitStack() as stack,
         marking_checkpoints(),

@@ -1,8 +1,11 @@
 """WHAT: the stages of a split model and the values that flow between them."""
 
+from torch_xla_pp.graph.assign import GivenStages
+from torch_xla_pp.graph.atoms import Atom, atoms_of
 from torch_xla_pp.graph.baked import Baked, BakedModel
 from torch_xla_pp.graph.captured import Captured
 from torch_xla_pp.graph.finish_split import describe_stages, finish_split
+from torch_xla_pp.graph.flops import flops_by_op
 from torch_xla_pp.graph.marks import pipeline_yield
 from torch_xla_pp.graph.modes import (
     OtherMode,
@@ -17,7 +20,7 @@ from torch_xla_pp.graph.modes import (
     refuse_modes,
 )
 from torch_xla_pp.graph.patches import replaced
-from torch_xla_pp.graph.prepare import Prepared, prepare
+from torch_xla_pp.graph.prepare import Prepared, erase_marks, normalize, prepare
 from torch_xla_pp.graph.shard import (
     SHARD,
     axes_of,
@@ -46,9 +49,11 @@ from torch_xla_pp.graph.ties import (
 from torch_xla_pp.graph.vmaps import indexing_by_tensors
 
 __all__ = [
+    "Atom",
     "Baked",
     "BakedModel",
     "Captured",
+    "GivenStages",
     "OtherMode",
     "Prepared",
     "SHARD",
@@ -62,6 +67,10 @@ __all__ = [
     "Template",
     "add_mode",
     "axes_of",
+    "atoms_of",
+    "erase_marks",
+    "flops_by_op",
+    "normalize",
     "begin_modes",
     "check_split_spec",
     "describe_stages",

@@ -33,6 +33,51 @@ class Assignment:
     stages: Mapping[fx.Node, int]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenStages:
+    """The stages of a model as somebody else has chosen them, by names of ops.
+
+    Args:
+        names: The stages' names.
+        stages: Name of an op → index of its stage.
+    """
+
+    names: tuple[str, ...]
+    stages: Mapping[str, int]
+
+
+def take_stages(graph: fx.Graph, split_mark: object, given: GivenStages) -> Assignment:
+    """Give every op of a graph the stage that was chosen for it.
+
+    Args:
+        graph: The traced graph.
+        split_mark: Target of the nodes that are marks, which do not count.
+        given: The stages; each has an op.
+
+    Raises:
+        PlanError: The graph has other ops than those that stages were chosen for.
+    """
+    ops = [node for node in graph.nodes if is_op(node, split_mark)]
+    _check_known(ops, given)
+    return Assignment(names=given.names, stages={x: given.stages[x.name] for x in ops})
+
+
+def _check_known(ops: Sequence[fx.Node], given: GivenStages) -> None:
+    """Refuse the stages of another model."""
+    names = {op.name for op in ops}
+    strange = [source_of(op) for op in ops if op.name not in given.stages]
+    missing = [name for name in given.stages if name not in names]
+    if strange or missing:
+        found = [f"{strange[0]}, which the plan has not"] if strange else []
+        found += [f"no {missing[0]}, which the plan has"] if missing else []
+        raise PlanError(
+            f"pipeline: expected the {len(given.stages)} operations that were planned, "
+            f"got {len(ops)}; the first that differ: {'; '.join(found)}. Pass the "
+            "model that was planned, in the same mode and with the same activations, "
+            "or plan this one."
+        )
+
+
 def assign_stages(
     graph: fx.Graph, split_mark: object, written: Sequence[Written]
 ) -> Assignment:

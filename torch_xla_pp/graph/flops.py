@@ -12,15 +12,38 @@ _logger = logging.getLogger(__name__)
 
 
 class _Flat(nn.Module):
-    """A traced module that takes flat inputs."""
+    """A traced module that takes flat inputs, and notes what each op counts.
 
-    def __init__(self, traced: fx.GraphModule) -> None:
+    Attributes:
+        counts: Name of an op → what the counter has counted for it.
+    """
+
+    def __init__(self, traced: fx.GraphModule, counter: FlopCounterMode) -> None:
         super().__init__()
         self.traced = traced
+        self.counts: dict[str, int] = {}
+        self._counter = counter
 
     def forward(self, *inputs: Any) -> Any:
-        interpreter = fx.Interpreter(self.traced)
+        interpreter = _Counting(self.traced, self._counter, self.counts)
         return interpreter.run(*inputs, enable_io_processing=False)
+
+
+class _Counting(fx.Interpreter):
+    """Runs a graph op by op, and looks at a counter after each."""
+
+    def __init__(
+        self, traced: fx.GraphModule, counter: FlopCounterMode, counts: dict[str, int]
+    ) -> None:
+        super().__init__(traced)
+        self._counter = counter
+        self._counts = counts
+
+    def run_node(self, n: fx.Node) -> Any:
+        before = self._counter.get_total_flops()
+        result = super().run_node(n)
+        self._counts[n.name] = self._counter.get_total_flops() - before
+        return result
 
 
 def forward_flops(traced: fx.GraphModule) -> int | None:
@@ -32,19 +55,28 @@ def forward_flops(traced: fx.GraphModule) -> int | None:
     Returns:
         The count by `torch.utils.flop_counter`, None if it cannot run the module.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    module = _Flat(traced)
-    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    state: dict[str, Tensor] = {
-        name: mode.from_tensor(value) for name, value in held.items()
-    }
     try:
-        with torch.no_grad(), mode, _counter() as counter:
-            torch.func.functional_call(module, state, _examples(traced))
+        return sum(flops_by_op(traced).values())
     except Exception as error:
         _logger.debug("the FLOPs of a stage are unknown: %s", error)
         return None
-    return int(counter.get_total_flops())
+
+
+def flops_by_op(traced: fx.GraphModule) -> dict[str, int]:
+    """Count the same for each operation, by its name; raises if it cannot run."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    counter = _counter()
+    module = _Flat(traced, counter)
+    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    examples = _examples(traced)
+    # A model on meta is traced as if it were on the host.
+    homes = [x.device for x in examples if isinstance(x, Tensor)]
+    home = homes[0] if homes else None
+    with torch.no_grad(), mode:
+        state = {name: _like(value, home) for name, value in held.items()}
+        with counter:
+            torch.func.functional_call(module, state, examples)
+    return module.counts
 
 
 def _counter() -> FlopCounterMode:
@@ -64,9 +96,12 @@ def _examples(traced: fx.GraphModule) -> tuple[Any, ...]:
     return tuple(_like(node.meta.get("val")) for node in nodes)
 
 
-def _like(value: Any) -> Any:
+def _like(value: Any, device: torch.device | None = None) -> Any:
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(
-        tuple(value.shape), value.stride(), dtype=value.dtype, device=value.device
+        tuple(value.shape),
+        value.stride(),
+        dtype=value.dtype,
+        device=device or value.device,
     )

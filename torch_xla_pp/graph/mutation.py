@@ -154,6 +154,11 @@ def is_getitem(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 
+def is_view(node: fx.Node) -> bool:
+    """Return whether a node's result may share memory, or is an item of another's."""
+    return is_getitem(node) or _alias_of(node) is not None
+
+
 def _schema(node: fx.Node) -> torch._C.FunctionSchema | None:
     if node.op != "call_function":
         return None

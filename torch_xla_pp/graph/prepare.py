@@ -19,9 +19,11 @@ from torch import Tensor, fx
 
 from torch_xla_pp.errors import PlanError
 from torch_xla_pp.graph.assign import (
+    GivenStages,
     assign_stages,
     is_yielded,
     source_of,
+    take_stages,
 )
 from torch_xla_pp.graph.call_spec import CallSpec
 from torch_xla_pp.graph.marks import YIELD
@@ -52,30 +54,32 @@ def carry(value: T) -> T:
     return value
 
 
-def prepare(traced: fx.GraphModule, split_mark: Any) -> Prepared:
+def prepare(
+    traced: fx.GraphModule, split_mark: Any, given: GivenStages | None = None
+) -> Prepared:
     """Rewrite a traced model, in place, for the cut into stages.
 
     Args:
         traced: The model, as exported for training.
         split_mark: Target of the nodes at which it will be cut; those that are there
             count as position marks.
+        given: The stage of every op by the names that they have after `normalize`;
+            marks and yields then count for nothing.
 
     Raises:
-        PlanError: The model cannot be cut as its marks and yields say.
+        PlanError: The model cannot be cut as its marks and yields say, or as is given.
     """
     graph = traced.graph
     call = CallSpec.of(graph)
-    _merge_attributes(graph)
-    inline_contexts(traced)
-    check_bodies(traced, (YIELD, split_mark))
-    flatten_vmaps(traced, (YIELD, split_mark))
-    name_writes(graph)
-    written = written_memory(graph, (YIELD, split_mark))
-    assignment = assign_stages(graph, split_mark, written)
+    written = normalize(traced, split_mark)
+    if given is None:
+        assignment = assign_stages(graph, split_mark, written)
+    else:
+        assignment = take_stages(graph, split_mark, given)
     _check_written(written, assignment.stages)
     stages = dict(assignment.stages)
     stages |= _separate_written(graph, written, stages)
-    _erase_marks(graph, split_mark)
+    erase_marks(graph, split_mark)
     stages |= _carry_inputs(graph, stages)
     stages |= _carry_outputs(graph, stages, len(assignment.names) - 1)
     stages |= copy_constants(traced, written, stages)
@@ -86,6 +90,30 @@ def prepare(traced: fx.GraphModule, split_mark: Any) -> Prepared:
     graph.lint()  # type: ignore[no-untyped-call]
     traced.recompile()
     return Prepared(names=assignment.names, call=call)
+
+
+def normalize(traced: fx.GraphModule, split_mark: Any) -> list[Written]:
+    """Bring a traced model into the form in which stages are chosen, in place.
+
+    Equal models have the same ops by the same names then.
+
+    Args:
+        traced: The model, as exported for training.
+        split_mark: Target of the nodes that are marks, which stay.
+
+    Returns:
+        The memory that is written in place.
+
+    Raises:
+        PlanError: The model has what cannot be split.
+    """
+    marks = (YIELD, split_mark)
+    _merge_attributes(traced.graph)
+    inline_contexts(traced)
+    check_bodies(traced, marks)
+    flatten_vmaps(traced, marks)
+    name_writes(traced.graph)
+    return written_memory(traced.graph, marks)
 
 
 def _merge_attributes(graph: fx.Graph) -> None:
@@ -147,7 +175,7 @@ def _separate_written(
     return copies
 
 
-def _erase_marks(graph: fx.Graph, split_mark: Any) -> None:
+def erase_marks(graph: fx.Graph, split_mark: Any) -> None:
     """Replace what yields return by what they take, and drop all marks."""
     for node in list(graph.nodes):
         if is_yielded(node):

@@ -28,7 +28,7 @@ def copy_constants(
     Returns:
         The copies, with their stages.
     """
-    constants = _constants(traced, written)
+    constants = constants_of(traced, written)
     copies: dict[fx.Node, int] = {}
     for op in reversed(constants):
         users: dict[int, list[fx.Node]] = {}
@@ -46,7 +46,7 @@ def copy_constants(
     return copies
 
 
-def _constants(traced: fx.GraphModule, written: Sequence[Written]) -> list[fx.Node]:
+def constants_of(traced: fx.GraphModule, written: Sequence[Written]) -> list[fx.Node]:
     """Return the ops that compute constants, in order."""
     changing = {
         op

@@ -5,6 +5,7 @@ so its rank and world size say nothing about the job.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh as _init_torch_mesh
 from torch_xla_pp import xla_compat
 from torch_xla_pp.launch.xla_device import device
 from torch_xla_pp.mesh import MeshLayout, launch_hint
-from torch_xla_pp.transport import of_group
+from torch_xla_pp.planner import PipelinePlan
+from torch_xla_pp.transport import XlaPpProcessGroup, of_group
 
 
 def explain_mesh() -> None:
@@ -150,14 +152,16 @@ class PipelineMesh:
 
 def init_device_mesh(
     device_type: str,
-    mesh_shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...] | None = None,
     *,
     mesh_dim_names: tuple[str, ...] | None = None,
+    plan: PipelinePlan | None = None,
 ) -> PipelineMesh:
     """Make the mesh of the job; every rank must call it.
 
     All ranks get equal local axes. Where they have other devices or shard values over
-    other axes, each makes a torch_xla mesh of its own for its stages.
+    other axes, each makes a torch_xla mesh of its own for its stages; or a plan says
+    what each has.
 
     Args:
         device_type: "xla".
@@ -166,18 +170,24 @@ def init_device_mesh(
         mesh_dim_names: Name of every axis, e.g. `("dp", "pp", "data", "model")`. "pp"
             must be a process axis; others hold replicas of the pipeline, see
             `replicas` of `PipelineStage`.
+        plan: In place of shape and names: process axes "dp", if there are replicas, and
+            "pp", and local axes as planned for the rank.
 
     Raises:
-        ValueError: The shape does not fit the number of ranks or devices, on every
-            rank; or `init_process_group("xla_pp")` was not called before.
+        ValueError: The shape or the plan does not fit the number of ranks or devices,
+            or ranks have different plans, on every rank; or
+            `init_process_group("xla_pp")` was not called before.
     """
     if device_type != "xla":
         raise ValueError(
             f"init_device_mesh: expected device_type 'xla', got {device_type!r}. Use "
             "torch.distributed.device_mesh for other devices."
         )
-    layout = MeshLayout(shape=tuple(mesh_shape), names=tuple(mesh_dim_names or ()))
     group = of_group(None)
+    if plan is not None:
+        return _planned_mesh(plan, group)
+    shape, names = tuple(mesh_shape or ()), tuple(mesh_dim_names or ())
+    layout = MeshLayout(shape=shape, names=names)
     device()
     counts = group.rendezvous.exchange("devices", xla_compat.num_local_devices())
     layout = layout.of_ranks(group.size())
@@ -188,6 +198,55 @@ def init_device_mesh(
             + "\n  ".join(faults)
             + f"\nChange the mesh, or launch with: {launch_hint(layout)}"
         )
+    return _mesh_of(layout)
+
+
+def _planned_mesh(plan: PipelinePlan, group: XlaPpProcessGroup) -> PipelineMesh:
+    """Make the mesh of a plan, or say on every rank what does not fit."""
+    device()
+    own = (xla_compat.num_local_devices(), plan.digest)
+    found = group.rendezvous.exchange("devices of a plan", own)
+    planned = plan.ranks * plan.batch.replicas
+    faults = _plan_faults([rank.devices for rank in planned], found)
+    if faults:
+        raise ValueError(
+            "init_device_mesh: the plan does not fit the job:\n  "
+            + "\n  ".join(faults)
+            + "\nMake another plan, or launch with: TORCH_XLA_PP_PLAN=plan.json "
+            f"torchrun --nproc-per-node {len(planned)} script.py"
+        )
+    axes = {"dp": plan.batch.replicas} if plan.batch.replicas > 1 else {}
+    axes["pp"] = len(plan.ranks)
+    local = planned[group.rank()].mesh
+    return _mesh_of(
+        MeshLayout(
+            shape=(*axes.values(), *local.values()),
+            names=(*axes, *local),
+            num_process_axes=len(axes),
+        )
+    )
+
+
+def _plan_faults(devices: Sequence[int], found: Sequence[tuple[int, str]]) -> list[str]:
+    """List what does not fit between a plan and the ranks of a job.
+
+    Args:
+        devices: Devices of each rank as planned.
+        found: Devices of each rank as launched, and the digest of its plan.
+    """
+    faults = []
+    if len(devices) != len(found):
+        faults.append(f"expected {len(devices)} ranks, got {len(found)}")
+    for rank, (wanted, (count, _)) in enumerate(zip(devices, found, strict=False)):
+        if wanted != count:
+            faults.append(f"rank {rank}: expected {wanted} devices, got {count}")
+    digests = [digest for _, digest in found]
+    if len(set(digests)) > 1:
+        faults.append(f"expected the same plan on every rank, got {digests}")
+    return faults
+
+
+def _mesh_of(layout: MeshLayout) -> PipelineMesh:
     processes = _init_torch_mesh(
         "cpu", layout.process_shape, mesh_dim_names=layout.process_names
     )

@@ -48,6 +48,7 @@ class Claim:
         order: Its actions on all ranks, as a digest; empty if they are not known.
         transport: Name of what carries values between ranks.
         replica: Which replica of the pipeline this is, and of how many.
+        plan: Digest of the plan that the stages were built by; empty if by none.
         key: A text of the rank's own that no other handshake has.
     """
 
@@ -58,6 +59,7 @@ class Claim:
     order: str
     transport: str
     replica: tuple[int, int] = (0, 1)
+    plan: str = ""
     key: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
 
@@ -95,7 +97,14 @@ def _wired(claims: Sequence[Claim]) -> Wiring:
 def claim_faults(claims: Sequence[Claim]) -> list[str]:
     """List what does not fit between the claims of the ranks, by rank."""
     faults = []
-    for what in ("num_stages", "num_microbatches", "schedule", "order", "replica"):
+    for what in (
+        "num_stages",
+        "num_microbatches",
+        "schedule",
+        "order",
+        "replica",
+        "plan",
+    ):
         values = [getattr(claim, what) for claim in claims]
         if len(set(values)) > 1:
             faults.append(

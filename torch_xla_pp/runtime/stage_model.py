@@ -59,10 +59,12 @@ class TracedModel:
     Args:
         shapes: Name → shape of what all stages have.
         baked: What the trace has built in, None if that is not known.
+        plan: Digest of the plan by which it was cut; empty if by none.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     baked: Baked | None
+    plan: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,6 +161,7 @@ class StageModel:
             is_last=self.is_last,
             expected_outputs=_texts(options.output_args),
         )
+        self.plan = traced.plan if traced else ""
         own = Baked(self._captured)
         self._baked = [traced.baked, own] if traced and traced.baked else []
         self._wiring: Wiring | None = None

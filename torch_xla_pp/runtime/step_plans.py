@@ -168,6 +168,7 @@ def agree_on_pipeline(
         order="" if order is None else order.digest(),
         transport=group.transport.name,
         replica=stages[0].replica,
+        plan=stages[0].plan,
     )
     agreement = Agreement.on(group.rendezvous, claim)
     wiring = agreement.wiring

@@ -10,6 +10,7 @@ from torch_xla_pp.simulate.costs import (
 from torch_xla_pp.simulate.estimated import estimated_costs
 from torch_xla_pp.simulate.measured import measured_costs, measured_network
 from torch_xla_pp.simulate.network import Link, Network
+from torch_xla_pp.simulate.seconds import StepOrder, step_seconds
 from torch_xla_pp.simulate.simulation import simulate
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Flow",
     "Link",
     "Network",
+    "StepOrder",
     "chain_flows",
     "edge_flows",
     "estimated_costs",
@@ -24,4 +26,5 @@ __all__ = [
     "measured_network",
     "simulate",
     "stage_seconds",
+    "step_seconds",
 ]

@@ -47,6 +47,9 @@ class Costs:
         flows: What stages make for each other.
         saved_bytes: Stage → bytes kept from its forward to its backward; empty if
             that is unknown.
+        passed_bytes: Stage → bytes kept from its I to its W besides.
+        final_s: Stage → what it takes after the last action of a step: sums of
+            gradients, and the optimizer. It is no part of a `Timeline`.
 
     Raises:
         ValueError: A time is negative.
@@ -55,9 +58,12 @@ class Costs:
     seconds: Mapping[tuple[int, Kind], float]
     flows: tuple[Flow, ...]
     saved_bytes: Mapping[int, int] = field(default_factory=dict)
+    passed_bytes: Mapping[int, int] = field(default_factory=dict)
+    final_s: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         faulty = {f"{s}{k}": t for (s, k), t in self.seconds.items() if not t >= 0}
+        faulty |= {f"end of {s}": t for s, t in self.final_s.items() if not t >= 0}
         if faulty:
             raise ValueError(
                 "costs: expected times of at least 0 s, got "

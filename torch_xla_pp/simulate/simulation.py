@@ -11,7 +11,7 @@ that no step gets shorter when something takes longer.
 
 import gc
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
@@ -45,7 +45,7 @@ def simulate(
         run = _Run(schedule, costs, routes)
         if not run.is_complete or _is_spread(schedule):
             _refuse(schedule, costs)
-        return run.timeline(costs.saved_bytes)
+        return run.timeline(costs)
 
 
 class _Run:
@@ -66,9 +66,10 @@ class _Run:
         """Return whether every action has run, and is there only once."""
         return len(self._done) == sum(map(len, self._rows))
 
-    def timeline(self, saved_bytes: Mapping[int, int]) -> Timeline:
+    def timeline(self, costs: Costs) -> Timeline:
         """Return all that has happened."""
-        peaks = [peak_saved(row, saved_bytes) for row in self._spans if saved_bytes]
+        saved, passed = costs.saved_bytes, costs.passed_bytes
+        peaks = [peak_saved(row, saved, passed) for row in self._spans if saved]
         return Timeline(
             num_ranks=len(self._rows),
             spans=tuple(chain.from_iterable(self._spans)),

@@ -174,7 +174,11 @@ def _edge_cells(edge: EdgeSummary) -> list[str]:
     ]
 
 
-def peak_saved(spans: Sequence[Span], sizes: Mapping[int, int] | None = None) -> int:
+def peak_saved(
+    spans: Sequence[Span],
+    sizes: Mapping[int, int] | None = None,
+    passed: Mapping[int, int] | None = None,
+) -> int:
     """Return the most that a rank's stages keep at a time.
 
     A microbatch counts in each stage from its forward until its B, or its W if the
@@ -183,13 +187,16 @@ def peak_saved(spans: Sequence[Span], sizes: Mapping[int, int] | None = None) ->
     Args:
         spans: What the rank ran, in order.
         sizes: Stage → what a microbatch counts there; None for one everywhere.
+        passed: Stage → what it counts besides from its I to its W.
     """
     freed = {(s.stage, s.microbatch) for s in spans if s.kind in "BW"}
     kept = peak = 0
     for span in spans:
-        if span.kind not in "FBW" or (span.stage, span.microbatch) not in freed:
+        if (span.stage, span.microbatch) not in freed:
             continue
         size = 1 if sizes is None else sizes.get(span.stage, 0)
-        kept += size if span.kind == "F" else -size
+        more = 0 if passed is None else passed.get(span.stage, 0)
+        change = {"F": size, "I": more, "B": -size, "W": -size - more}
+        kept += change[span.kind]
         peak = max(peak, kept)
     return peak

@@ -1,0 +1,73 @@
+"""What does not fit a plan is refused in words."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from planned_models import GPT, ROWS, batch_of, model_of, plan_of
+from torch.distributed.pipelining import SplitPoint
+
+import torch_xla_pp as xpp
+from torch_xla_pp.errors import PlanError
+from torch_xla_pp.mesh import AxisRules
+from torch_xla_pp.planned import planned_rules
+from torch_xla_pp.planner import PipelinePlan
+from torch_xla_pp.tracing import trace_work
+
+pytestmark = pytest.mark.xla
+
+
+@pytest.fixture(scope="module")
+def plan() -> PipelinePlan:
+    work = trace_work(model_of("branches"), batch_of("branches"))
+    return plan_of(work, [work.works[:2], work.works[2:]])
+
+
+def split(plan: PipelinePlan, **changes: Any) -> xpp.Pipe:
+    given = {"module": model_of("branches"), "mb_args": batch_of("branches")}
+    return xpp.pipeline(**given | {"plan": plan} | changes)
+
+
+def test_an_example_of_other_rows_is_refused(plan: PipelinePlan) -> None:
+    with pytest.raises(ValueError, match=r"of 4 rows: expected an example of as many"):
+        split(plan, mb_args=batch_of("branches", ROWS + 1))
+
+
+def test_a_model_of_other_operations_is_refused(plan: PipelinePlan) -> None:
+    with pytest.raises(PlanError, match="which the plan has not; no relu, which the"):
+        split(plan, module=GPT(1), mb_args=batch_of("gpt"))
+
+
+def test_a_model_of_another_size_is_refused(plan: PipelinePlan) -> None:
+    wider = model_of("branches")
+    wider.head = torch.nn.Linear(16, 5)
+    text = r"expected 3536 bytes of parameters, got 3604\. Pass the model that was"
+    with pytest.raises(PlanError, match=text):
+        split(plan, module=wider)
+
+
+def test_a_plan_and_split_points_are_too_much(plan: PipelinePlan) -> None:
+    spec = {"head": SplitPoint.BEGINNING}
+    with pytest.raises(ValueError, match="got split_spec and plan. Leave the others"):
+        split(plan, split_spec=spec)
+
+
+def test_stages_and_schedules_of_a_plan_need_one() -> None:
+    spec = {"head": SplitPoint.BEGINNING}
+    pipe = xpp.pipeline(model_of("branches"), batch_of("branches"), split_spec=spec)
+    for call in (pipe.build_stages, pipe.make_schedule):
+        with pytest.raises(ValueError, match="was split by a plan, got one that was"):
+            call(SimpleNamespace())
+
+
+def test_presets_that_split_parameters_need_patterns(plan: PipelinePlan) -> None:
+    rank = dataclasses.replace(plan.ranks[0], rules=("fsdp", "tp"))
+    split = dataclasses.replace(plan, ranks=(rank, rank))
+    with pytest.raises(ValueError, match="rank 1 of the plan splits .* fsdp and tp"):
+        planned_rules(split, 1, None)
+    patterns = AxisRules(parameters={"*.weight": ("mlp", "embed")})
+    rules = planned_rules(split, 1, patterns)
+    assert rules.parameters == patterns.parameters
+    assert (rules.axes["batch"], rules.axes["mlp"]) == ("data", "model")

@@ -1,0 +1,105 @@
+"""The work of a model is what its stages are, however it is split."""
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from planned_models import (
+    GPT,
+    NAMES,
+    ROWS,
+    WIDTH,
+    Branches,
+    batch_of,
+    model_of,
+    plan_of,
+)
+
+import torch_xla_pp as xpp
+from torch_xla_pp.graph import StageGraph
+from torch_xla_pp.tracing import trace_work
+from torch_xla_pp.work import Work, WorkGraph
+
+pytestmark = pytest.mark.xla
+
+
+def sizes_of(work: WorkGraph, parts: Sequence[Sequence[Work]]) -> list[Any]:
+    """Return FLOPs and parameters of each stage, and bytes from stage to stage.
+
+    The first stage has the model's inputs, and the last one its outputs.
+    """
+    home = {part_work.name: i for i, part in enumerate(parts) for part_work in part}
+    stages = []
+    for part in parts:
+        flops = sum(x.forward.of(work.rows)[0] for x in part)
+        held = {p.name: p.bytes for x in part for p in x.parameters}
+        stages.append((flops, sum(held.values())))
+    edges: dict[tuple[int, int], float] = {}
+    for value in work.values:
+        made = 0 if value.producer is None else home[value.producer]
+        users = {home[user] for user in value.users}
+        if value.name in work.outputs:
+            users.add(len(parts) - 1)
+        for user in users - {made}:
+            edge = (made, user)
+            edges[edge] = edges.get(edge, 0) + value.size.of(work.rows)
+    return [stages, edges]
+
+
+def sizes_in(graph: StageGraph) -> list[Any]:
+    """Return the same of stages as they are."""
+    edges: dict[tuple[int, int], float] = {}
+    for edge in graph.edges:
+        pair = (edge.producer, edge.consumer)
+        edges[pair] = edges.get(pair, 0) + (edge.bytes or 0)
+    return [[(s.flops, s.parameter_bytes) for s in graph.stages], edges]
+
+
+def ways_to_cut(work: WorkGraph, count: int) -> list[list[list[Work]]]:
+    """Return some choices of stages."""
+    chance = random.Random(0)
+    borders = range(1, len(work.works))
+    found = []
+    for _ in range(count):
+        num_cuts = chance.randint(1, min(3, len(borders)))
+        cuts = sorted(chance.sample(borders, num_cuts))
+        pairs = zip([0, *cuts], [*cuts, None], strict=True)
+        found.append([list(work.works[low:high]) for low, high in pairs])
+    return found
+
+
+def test_equal_blocks_have_two_works_each_and_nothing_of_them_takes_memory() -> None:
+    args = batch_of("gpt")
+    work = trace_work(GPT(), args, max_stages=4)
+    assert [x.module for x in work.works] == [
+        *("embed", "", "blocks.0", "blocks.1", "blocks.1"),
+        *("blocks.2", "blocks.2", "head"),
+    ]
+    assert len({x.digest for x in work.works}) == 5
+    with xpp.deferred_init():
+        deferred = GPT()
+    assert trace_work(deferred, args, max_stages=4) == work
+    assert all(parameter.is_meta for parameter in deferred.parameters())
+
+
+def test_more_rows_change_nothing_for_each_row() -> None:
+    few, many = (
+        trace_work(Branches(), tuple(torch.randn(2, rows, WIDTH)))
+        for rows in (ROWS, 3 * ROWS)
+    )
+    assert few.digest == many.digest
+    assert few == dataclasses.replace(many, rows=ROWS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_works_add_up_to_the_stages_of_any_split(name: str) -> None:
+    model, args = model_of(name), batch_of(name)
+    work = trace_work(model, args)
+    assert WorkGraph.from_json(work.to_json()) == work
+    cuts = ways_to_cut(work, 3)
+    for parts in cuts:
+        pipe = xpp.pipeline(model, args, plan=plan_of(work, parts))
+        assert sizes_of(work, parts) == sizes_in(pipe.stage_graph), parts

@@ -1,0 +1,167 @@
+"""The options of a plan, and the plan that they ask for."""
+
+import argparse
+import re
+import runpy
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from torch_xla_pp.planner import (
+    DEVICES,
+    PLANNERS,
+    PRESETS,
+    SCHEDULES,
+    DeviceSpec,
+    PipelinePlan,
+    link_between_ranks,
+    make_plan,
+)
+from torch_xla_pp.work import WorkGraph
+
+_UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def add_plan_options(command: ArgumentParser) -> None:
+    """Add what `plan_of_options` reads."""
+    add = command.add_argument
+    add(
+        "work",
+        metavar="WORK",
+        help="the model's work as JSON, or script.py:function, which returns a model "
+        "and the positional arguments of a microbatch",
+    )
+    add("--save-work", metavar="FILE", help="write the model's work as JSON")
+    add("--rows", type=int, required=True, help="rows of a step, of all replicas")
+    add("--ranks", type=int, metavar="N", help="ranks, of all replicas")
+    add("--devices-per-rank", type=int, metavar="N", help="devices of each rank")
+    add("--devices", type=int, metavar="N", help="devices in all; ranks are found")
+    add(
+        "--device",
+        default="cpu",
+        metavar="NAME|FILE",
+        help=f"{', '.join(DEVICES)}, or a file with figures (default cpu)",
+    )
+    add("--memory", type=_size, metavar="SIZE", help="of a device, such as 80GiB")
+    add("--reserve", type=float, default=8.0, metavar="PERCENT", help="left free of it")
+    add("--latency", type=float, metavar="US", help="of links between ranks")
+    add("--bandwidth", type=float, metavar="GBPS", help="of links between ranks, GB/s")
+    add(
+        "--optimizer",
+        default="adamw",
+        help="sgd, momentum, adamw, or bytes of state for a byte of parameters",
+    )
+    add("--replicas", type=_counts, metavar="N,...", help="pipelines to try")
+    add("--microbatches", type=_counts, metavar="N,...", help="numbers to try")
+    add("--schedules", type=_names, metavar="NAME,...", help=", ".join(SCHEDULES))
+    add("--stages-per-rank", type=_counts, default=(2,), metavar="N,...")
+    add(
+        "--sharding",
+        type=_names,
+        default=PRESETS,
+        metavar="NAME,...",
+        help=f"ways to share a rank's work to try, of {', '.join(PRESETS)}",
+    )
+    add(
+        "--mesh", type=_meshes, metavar="DxM,...", help="sizes of data and model to try"
+    )
+    add("--remat", type=_names, default=("none", "full"), metavar="NAME,...")
+    add("--planner", choices=PLANNERS, default="full", help="search (default full)")
+    add("--compare", action="store_true", help="run the other planners, too")
+    add(
+        "--own-inputs",
+        action="store_true",
+        help="let stages take the model's inputs on their own rank",
+    )
+    add("--output", metavar="FILE", help="write the plan as JSON")
+
+
+def plan_of_options(options: Namespace) -> PipelinePlan:
+    """Return the plan that options ask for.
+
+    Raises:
+        ValueError: One is at fault, or nothing fits.
+    """
+    work = _work_of(options.work)
+    if options.save_work:
+        work.to_json(options.save_work)
+    device = DeviceSpec.named(options.device)
+    latency_s = None if options.latency is None else options.latency * 1e-6
+    return make_plan(
+        work,
+        rows=options.rows,
+        ranks=options.ranks,
+        devices_per_rank=options.devices_per_rank,
+        devices=options.devices,
+        device=device,
+        memory_bytes=options.memory,
+        reserve=options.reserve / 100,
+        network=link_between_ranks(
+            device, latency_s=latency_s, gb_per_s=options.bandwidth
+        ),
+        optimizer=options.optimizer,
+        replicas=options.replicas,
+        microbatches=options.microbatches,
+        schedules=options.schedules,
+        stages_per_rank=options.stages_per_rank,
+        sharding=options.sharding,
+        meshes=options.mesh,
+        remat=options.remat,
+        planner=options.planner,
+        has_own_inputs=options.own_inputs,
+        compare=options.compare,
+    )
+
+
+def _work_of(target: str) -> WorkGraph:
+    """Return the work of a file, or trace the model that a script's function makes.
+
+    Raises:
+        ValueError: The script has no such function, or it returns something else.
+    """
+    script, _, name = target.rpartition(":")
+    if not script.endswith(".py"):
+        return WorkGraph.from_json(Path(target))
+    known = runpy.run_path(script)
+    made = known[name]() if callable(known.get(name)) else None
+    if not isinstance(made, tuple) or len(made) < 2 or not isinstance(made[1], tuple):
+        raise ValueError(
+            f"{target}: expected a function that returns a model and the tuple of a "
+            f"microbatch's arguments, got {type(made).__name__}. Write e.g. "
+            "def plan(): return Model(), (torch.zeros(8, 128),)."
+        )
+    from torch_xla_pp.tracing import trace_work  # With torch, which files do without.
+
+    return trace_work(made[0], made[1])
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise argparse.ArgumentTypeError(
+            f"expected a size such as 80GiB or 16GB, got {text!r}"
+        )
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _counts(text: str) -> tuple[int, ...] | None:
+    if text == "auto":
+        return None
+    if not all(part.isdigit() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(
+            f"expected counts such as 8 or 8,16, or auto, got {text!r}"
+        )
+    return tuple(int(part) for part in text.split(","))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _meshes(text: str) -> tuple[tuple[int, int], ...]:
+    pairs = [part.split("x") for part in text.split(",")]
+    if not all(len(pair) == 2 and all(map(str.isdigit, pair)) for pair in pairs):
+        raise argparse.ArgumentTypeError(
+            f"expected sizes of data and model such as 2x4,4x2, got {text!r}"
+        )
+    return tuple((int(data), int(model)) for data, model in pairs)

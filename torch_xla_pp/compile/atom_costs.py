@@ -1,0 +1,307 @@
+"""What an atom of a model costs, found by tracing it as a stage of its own.
+
+Its values are fake tensors on the XLA device, as the traces of stages are made for
+that: nothing is computed, and no memory is taken.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from torch_xla_pp.compile.export import export_joint
+from torch_xla_pp.compile.joint_graph import JointGraph
+from torch_xla_pp.compile.names import (
+    index_of_input,
+    is_input,
+    is_tangent,
+)
+from torch_xla_pp.compile.ops import VIEWS
+from torch_xla_pp.compile.partition import Function, StageFunctions, partition_joint
+from torch_xla_pp.graph import Atom
+from torch_xla_pp.work import Amount, Cost
+
+_DEVICE = torch.device("xla:0")
+_POLICIES: tuple[Literal["none", "full"], ...] = ("none", "full")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AtomCosts:
+    """The costs of an atom.
+
+    Args:
+        forward_moved: Bytes that F moves; its FLOPs are known of the model.
+        backward_input: Cost of I.
+        backward_weight: Cost of W.
+        saved: Policy → what is kept from F to B, without inputs and outputs.
+        passed_bytes_per_row: What is kept from I to W.
+        kept_inputs: Which inputs the backward reads.
+        kept_outputs: Which outputs it reads.
+        outputs_need_grad: Which outputs have a gradient.
+    """
+
+    forward_moved: Amount
+    backward_input: Cost
+    backward_weight: Cost
+    saved: Mapping[str, Amount]
+    passed_bytes_per_row: float
+    kept_inputs: frozenset[int]
+    kept_outputs: frozenset[int]
+    outputs_need_grad: tuple[bool, ...]
+
+
+def costs_of_atom(
+    traced: fx.GraphModule,
+    atom: Atom,
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    needs_grad: Sequence[bool],
+    rows: int,
+) -> AtomCosts:
+    """Trace an atom and its backward, and return what they cost.
+
+    Args:
+        traced: The model that it is a part of.
+        atom: The atom.
+        inputs: What it uses of others.
+        outputs: What others use of it.
+        needs_grad: Which of the inputs have a gradient.
+        rows: Rows of a microbatch in the trace; 0 if none of this depends on it.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(value: Tensor) -> Tensor:
+        size, stride = tuple(value.shape), value.stride()
+        data = torch.empty_strided(size, stride, dtype=value.dtype, device="meta")
+        return FakeTensor(mode, data, _DEVICE)
+
+    module = _module_of(traced, atom, inputs, outputs, fake)
+    examples = [
+        fake(node.meta["val"]).requires_grad_(flag)
+        for node, flag in zip(inputs, needs_grad, strict=True)
+    ]
+    joint = export_joint(module, examples, {})
+    return _Sizes(joint, rows).costs()
+
+
+def _module_of(
+    traced: fx.GraphModule,
+    atom: Atom,
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    fake: Callable[[Tensor], Tensor],
+) -> fx.GraphModule:
+    """Return an atom as a module with parameters of its own."""
+    root, graph = nn.Module(), fx.Graph()
+    copies = {node: graph.placeholder(node.name) for node in inputs}
+    for node in _attributes(atom.runs):
+        name = f"held_{len(copies)}"
+        value = _attribute(traced, str(node.target))
+        held = fake(value)
+        if isinstance(value, nn.Parameter):
+            root.register_parameter(name, nn.Parameter(held, value.requires_grad))
+        else:
+            root.register_buffer(name, held)
+        copies[node] = graph.get_attr(name)
+    for node in atom.runs:
+        copy = graph.node_copy(node, copies.__getitem__)
+        copy.args, copy.kwargs = pytree.tree_map_only(
+            torch.device, lambda _: _DEVICE, (copy.args, copy.kwargs)
+        )
+        copies[node] = copy
+    graph.output(tuple(copies[node] for node in outputs))
+    return fx.GraphModule(root, graph)
+
+
+def _attributes(ops: Iterable[fx.Node]) -> list[fx.Node]:
+    """Return the parameters and buffers that operations read."""
+    read = (node for op in ops for node in op.all_input_nodes)
+    return list(dict.fromkeys(node for node in read if node.op == "get_attr"))
+
+
+def _attribute(module: Any, name: str) -> Any:
+    for part in name.split("."):
+        module = getattr(module, part)
+    return module
+
+
+class _Sizes:
+    """Reads the costs of an atom off its joint graph.
+
+    Args:
+        joint: The graph.
+        rows: As for `costs_of_atom`.
+    """
+
+    def __init__(self, joint: JointGraph, rows: int) -> None:
+        self._joint = joint
+        self._rows = rows
+        nodes = joint.graph.graph.nodes
+        self._nodes = {joint.roles.get(node, node.name): node for node in nodes}
+        self._gradients = {_viewed(x) for x in joint.parameter_grads.values()}
+        self._gradients |= set(joint.parameter_grads.values())
+        self._outputs = {node: i for i, node in reversed([*enumerate(joint.outputs)])}
+        self._of_batch = _reached_from(
+            nodes, {n for n, r in joint.roles.items() if is_input(r) or is_tangent(r)}
+        )
+
+    def costs(self) -> AtomCosts:
+        """Return all that is known of the atom."""
+        cuts = {policy: partition_joint(self._joint, policy) for policy in _POLICIES}
+        cut = cuts["none"]
+        read = self._saved(cut)
+        passed = self._passed(cut, read)
+        return AtomCosts(
+            forward_moved=self._moved(cut.forward),
+            backward_input=self._cost(cut.backward_input),
+            backward_weight=self._cost(cut.backward_weight),
+            saved={policy: self._kept(self._saved(x)) for policy, x in cuts.items()},
+            passed_bytes_per_row=sum(map(self._bytes, passed)) / max(self._rows, 1),
+            kept_inputs=frozenset(
+                index_of_input(role)
+                for node in read
+                if is_input(role := self._joint.roles.get(node, ""))
+            ),
+            kept_outputs=frozenset(
+                self._outputs[node] for node in read if node in self._outputs
+            ),
+            outputs_need_grad=tuple(self._joint.outputs_need_grad),
+        )
+
+    def _saved(self, cut: StageFunctions) -> set[fx.Node]:
+        """Return what a backward reads of a forward and of the atom's inputs."""
+        computed = set(cut.forward.outputs)
+        pieces = (cut.backward, cut.backward_input, cut.backward_weight)
+        names = {name for piece in pieces if piece for name in piece.inputs}
+        return {
+            self._nodes[name] for name in names if name in computed or is_input(name)
+        }
+
+    def _kept(self, saved: Iterable[fx.Node]) -> Amount:
+        """Return the bytes of what is saved inside of the atom."""
+        total = Amount()
+        for node in saved:
+            if node not in self._outputs and node not in self._joint.roles:
+                total += self._amount(node)
+        return total
+
+    def _passed(self, cut: StageFunctions, saved: set[fx.Node]) -> list[fx.Node]:
+        """Return what W reads that is there once I has run, and not before.
+
+        Gradients of outputs are among it: the stage computes or receives them.
+        """
+        if cut.backward_input is None or cut.backward_weight is None:
+            return []
+        names = [name for name in cut.backward_weight.inputs if name in self._nodes]
+        nodes = [self._nodes[name] for name in names]
+        return [
+            node
+            for node, name in zip(nodes, names, strict=True)
+            if node not in saved and (is_tangent(name) or node not in self._joint.roles)
+        ]
+
+    def _cost(self, function: Function | None) -> Cost:
+        """Return what a function computes and moves."""
+        if function is None:
+            return Cost()
+        flops = sum(map(_flops, self._ops_of(function)))
+        moved = self._moved(function)
+        has_rows = bool(self._rows)
+        return Cost(
+            flops_per_row=flops / self._rows if has_rows else 0.0,
+            flops=0 if has_rows else flops,
+            bytes_per_row=moved.bytes_per_row,
+            bytes=moved.bytes,
+        )
+
+    def _moved(self, function: Function) -> Amount:
+        """Return what a function reads from memory and writes to it.
+
+        Products of matrices read and write all that they take and return. What is
+        between them and the ends of the function is taken to run together.
+        """
+        names = {*function.inputs, *function.outputs} & set(self._nodes)
+        moved = Amount()
+        for node in {_viewed(self._nodes[name]) for name in names}:
+            moved += self._amount(node)
+        for op in [op for op in self._ops_of(function) if _flops(op)]:
+            for node in (op, *op.all_input_nodes):
+                moved += self._amount(_viewed(node))
+        return moved
+
+    def _ops_of(self, function: Function) -> list[fx.Node]:
+        """Return the joint graph's nodes of a function, without sums of gradients."""
+        graph: Any = function.module.graph
+        (output,) = graph.find_nodes(op="output")
+        named = zip(function.outputs, output.args[0], strict=True)
+        sums = {node for name, node in named if name not in self._nodes}
+        return [
+            self._nodes[node.name]
+            for node in graph.nodes
+            if node.op == "call_function" and node not in sums
+        ]
+
+    def _amount(self, node: fx.Node) -> Amount:
+        """Return the size of a value; gradients of parameters have no rows."""
+        count = self._bytes(node)
+        is_of_batch = node in self._of_batch and node not in self._gradients
+        if is_of_batch and has_rows(node.meta.get("val"), self._rows):
+            return Amount(bytes_per_row=count / self._rows)
+        return Amount(bytes=count)
+
+    def _bytes(self, node: fx.Node) -> int:
+        return bytes_of_value(node.meta.get("val"))
+
+
+def bytes_of_value(value: Any) -> int:
+    """Return the bytes of a tensor, or of several; 0 for what is none."""
+    tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def has_rows(value: Any, rows: int) -> bool:
+    """Return whether a value of a batch grows with its rows, judged by its shape.
+
+    Its first dimension then is a multiple of the rows, or another is just them.
+
+    Args:
+        value: The value.
+        rows: Rows of the batch; 0 if there is none.
+    """
+    tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
+    return rows > 0 and any(
+        rows in x.shape or (x.dim() > 0 and x.shape[0] % rows == 0) for x in tensors
+    )
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """Return what a view shows."""
+    while node.target in VIEWS or node.target is operator.getitem:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _reached_from(nodes: Iterable[fx.Node], first: set[fx.Node]) -> set[fx.Node]:
+    """Return nodes and all that is computed from them."""
+    found = set(first)
+    for node in nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _flops(node: fx.Node) -> int:
+    """Count what torch's counter of FLOPs counts for an operation."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet not in flop_registry:
+        return 0
+    args, kwargs = fx.node.map_arg(
+        (node.args, node.kwargs), lambda value: value.meta.get("val")
+    )
+    return int(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))

@@ -1,0 +1,291 @@
+"""Check a plan against the model it is for, by other means than the search's.
+
+What is counted here is counted from the work graph's own fields, a stage and a value
+at a time; nothing of the search, of its tables or of its evaluation is used.
+
+Laws: the plan is of this model; every operation is in one stage, and no work is cut
+apart; values go to higher stages only; stages and ranks count from 0 without gaps; rows
+divide; the order of actions can run, with the edges that the model has; no device holds
+more than it has, and the plan does not state less than it holds.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from torch_xla_pp.errors import ScheduleError
+from torch_xla_pp.planner.plan import PipelinePlan
+from torch_xla_pp.schedule import carriers_of, verify
+from torch_xla_pp.work import WorkGraph, WorkParameter
+
+_TOLERANCE = 0.01
+
+
+def check(plan: PipelinePlan, graph: WorkGraph) -> None:
+    """Refuse a plan that breaks one of the laws above.
+
+    Args:
+        plan: The plan.
+        graph: The work of the model that it is to run.
+
+    Raises:
+        ValueError: It does; all faults are listed.
+    """
+    faults = faults_in(plan, graph)
+    if faults:
+        raise ValueError("\n".join(f"plan: {fault}" for fault in faults))
+
+
+def faults_in(plan: PipelinePlan, graph: WorkGraph) -> list[str]:
+    """Return what is wrong with a plan; later laws only if the stages are sound."""
+    if found := [*_model_faults(plan, graph)]:
+        return found
+    if found := [*_count_faults(plan), *_op_faults(plan, graph)]:
+        return found
+    if found := [*_edge_faults(plan, graph)]:
+        return found
+    return [*_order_faults(plan, graph)] or [*_memory_faults(plan, graph)]
+
+
+def _model_faults(plan: PipelinePlan, graph: WorkGraph) -> Iterator[str]:
+    if plan.model.digest != graph.digest:
+        known = {op for work in graph.works for op in work.ops}
+        planned = [op for stage in plan.stages for op in stage.ops]
+        other = next((op for op in planned if op not in known), None)
+        where = "" if other is None else f"; it lacks the planned operation {other}"
+        yield (
+            f"model: expected digest {plan.model.digest}, got {graph.digest}{where}. "
+            "Plan this model."
+        )
+
+
+def _count_faults(plan: PipelinePlan) -> Iterator[str]:
+    batch, num_ranks = plan.batch, len(plan.ranks)
+    product = batch.replicas * batch.microbatches * batch.rows_per_microbatch
+    if product != batch.rows:
+        yield (
+            f"rows: expected {batch.rows} to be {batch.replicas} replicas x "
+            f"{batch.microbatches} microbatches x {batch.rows_per_microbatch} rows, "
+            f"got {product}. Correct one."
+        )
+    placed = {stage.rank for stage in plan.stages}
+    if placed != set(range(num_ranks)):
+        yield (
+            f"ranks: expected a stage on each of ranks 0..{num_ranks - 1}, got stages "
+            f"on {', '.join(map(str, sorted(placed)))}. Place every stage on a rank "
+            "that there is, and a stage on every rank."
+        )
+    for what, expected, got in (
+        ("ranks", num_ranks, len(plan.predicted.ranks)),
+        ("stages", len(plan.stages), len(plan.predicted.stages)),
+    ):
+        if expected != got:
+            yield (
+                f"{what}: expected a prediction for each of {expected}, got {got}. "
+                "Plan again."
+            )
+    for number, rank in enumerate(plan.ranks):
+        size = 1
+        for axis_size in rank.mesh.values():
+            size *= axis_size
+        if size != rank.devices:
+            yield (
+                f"rank {number}: expected a mesh of its {rank.devices} devices, got "
+                f"{dict(rank.mesh)}. Correct the mesh."
+            )
+        split = rank.mesh.get(rank.batch_axis or "", 1)
+        if batch.rows_per_microbatch % split:
+            yield (
+                f"rank {number}: expected rows of a microbatch that {split} devices "
+                f"divide, got {batch.rows_per_microbatch}. Change microbatches."
+            )
+    for number, stage in enumerate(plan.stages):
+        if stage.remat not in ("none", "full"):
+            yield (
+                f"stage {number}: expected remat none or full, got {stage.remat!r}. "
+                "Correct it."
+            )
+
+
+def _op_faults(plan: PipelinePlan, graph: WorkGraph) -> Iterator[str]:
+    """Find operations in no or several stages, and works that are cut apart."""
+    known = {op for work in graph.works for op in work.ops}
+    counts = Counter(op for stage in plan.stages for op in stage.ops)
+    for op, count in counts.items():
+        if count > 1:
+            yield f"operation {op}: expected in one stage, got it in {count}. Keep one."
+        if op not in known:
+            yield f"operation {op}: expected one of the model, got another. Remove it."
+    for work in graph.works:
+        missing = [op for op in work.ops if op not in counts]
+        if missing:
+            yield (
+                f"operation {missing[0]}: expected in a stage, got it in none. Add it "
+                "to one."
+            )
+        homes = {plan.stage_of[op] for op in work.ops if op in counts}
+        if len(homes) > 1:
+            yield (
+                f"work {work.name}: expected in one stage, got it cut into stages "
+                f"{', '.join(map(str, sorted(homes)))}. Keep its operations together."
+            )
+
+
+def _homes(plan: PipelinePlan, graph: WorkGraph) -> dict[str, int]:
+    """Return the stage of each work."""
+    return {work.name: plan.stage_of[work.ops[0]] for work in graph.works}
+
+
+def _true_edges(plan: PipelinePlan, graph: WorkGraph) -> set[tuple[int, int]]:
+    """Return the edges between stages that the values of the model make."""
+    homes = _homes(plan, graph)
+    return {
+        (homes[value.producer], homes[user])
+        for value in graph.values
+        if value.producer is not None
+        for user in value.users
+        if homes[value.producer] != homes[user]
+    }
+
+
+def _edge_faults(plan: PipelinePlan, graph: WorkGraph) -> Iterator[str]:
+    edges = _true_edges(plan, graph)
+    for producer, consumer in sorted(edges):
+        if producer > consumer:
+            yield (
+                f"stages: expected values to go to higher stages, got them from "
+                f"{producer} to {consumer}. Number stages by data flow; stages that "
+                "use each other in a circle cannot run."
+            )
+    for producer, consumer in sorted(edges - set(plan.edges)):
+        yield (
+            f"edges: expected {producer}->{consumer}, as a value goes there, got none. "
+            "Plan again."
+        )
+    sized = {
+        edge for flow in plan.predicted.flows if flow.num_bytes for edge in flow.edges
+    }
+    for producer, consumer in sorted(sized - edges):
+        # The first stage may send the model's inputs on.
+        if producer != 0:
+            yield (
+                f"edges: expected no {producer}->{consumer}, as no value goes there. "
+                "Plan again."
+            )
+
+
+def _order_faults(plan: PipelinePlan, graph: WorkGraph) -> Iterator[str]:
+    placement = {number: stage.rank for number, stage in enumerate(plan.stages)}
+    users: dict[int, set[int]] = {}
+    for producer, consumer in plan.edges:
+        users.setdefault(producer, set()).add(consumer)
+    try:
+        verify(
+            plan.table(),
+            plan.edges,
+            placement=placement,
+            num_microbatches=plan.batch.microbatches,
+            carriers=carriers_of(
+                [(producer, sorted(found)) for producer, found in users.items()],
+                placement,
+            ),
+        )
+    except (ScheduleError, ValueError) as error:
+        yield f"schedule {plan.schedule.name}: {error}"
+
+
+def _memory_faults(plan: PipelinePlan, graph: WorkGraph) -> Iterator[str]:
+    for number, rank in enumerate(plan.ranks):
+        own = [n for n, stage in enumerate(plan.stages) if stage.rank == number]
+        needed = _rank_need(plan, graph, number, own)
+        stated = plan.predicted.ranks[number].bytes.total
+        if needed > rank.capacity_bytes:
+            yield (
+                f"rank {number}: expected at most {rank.capacity_bytes} bytes on a "
+                f"device, got {needed:.0f}. Use remat, more ranks or fewer rows."
+            )
+        if abs(needed - stated) > _TOLERANCE * max(needed, stated) + 64:
+            yield (
+                f"rank {number}: expected the stated {stated} bytes, got {needed:.0f}. "
+                "Plan again."
+            )
+
+
+def _rank_need(
+    plan: PipelinePlan, graph: WorkGraph, number: int, own: Sequence[int]
+) -> float:
+    """Count what a device of a rank holds at most."""
+    mesh = plan.ranks[number].mesh
+    is_fsdp = "fsdp" in plan.ranks[number].rules
+    data, model = mesh.get("data", 1), mesh.get("model", 1)
+    rows = plan.batch.rows_per_microbatch / data
+    homes = _homes(plan, graph)
+    state, largest = 0.0, 0.0
+    saved = dict.fromkeys(own, 0.0)
+    passed = dict.fromkeys(own, 0.0)
+    outputs = 0.0
+    for stage in own:
+        names = {work.name for work in graph.works if homes[work.name] == stage}
+        remat = plan.stages[stage].remat
+        seen: set[str] = set()
+        for work in graph.works:
+            if work.name not in names:
+                continue
+            is_split = any(_is_split(p, model) for p in work.parameters)
+            share = 1 / model if is_split else 1.0
+            whole = 0.0
+            for parameter in work.parameters:
+                split = model if _is_split(parameter, model) else 1
+                whole += parameter.bytes / split
+                if parameter.tied is None or parameter.tied not in seen:
+                    kept = parameter.bytes / split / (data if is_fsdp else 1)
+                    state += kept * (2 + plan.costs.optimizer_bytes)
+                seen |= {parameter.tied} if parameter.tied is not None else set()
+            saved[stage] += work.saved[remat].of(rows) * share
+            passed[stage] += work.passed_bytes_per_row * rows * share
+            touched = sum(
+                value.size.of(rows) * [value.producer, *value.users].count(work.name)
+                for value in graph.values
+            )
+            held = work.saved["none"].of(rows) * share + touched
+            largest = max(largest, held + (whole if is_fsdp else 0.0))
+        for value in graph.values:
+            enters = value.producer not in names and names & set(value.users)
+            is_kept = enters if remat == "full" else names & set(value.kept_by)
+            if is_kept:
+                saved[stage] += value.size.of(rows)
+            if value.name in graph.outputs and value.producer in names:
+                outputs += value.size.of(rows) * _most_live(plan, number, stage)
+    kept = _most_kept(plan, number, saved, passed)
+    return state + kept + outputs + largest
+
+
+def _most_live(plan: PipelinePlan, number: int, stage: int) -> int:
+    """Walk a rank's actions, and count the microbatches between F and B or W."""
+    live = most = 0
+    for action in plan.table().actions[number]:
+        if action.stage == stage and action.kind != "I":
+            live += 1 if action.kind == "F" else -1
+            most = max(most, live)
+    return most
+
+
+def _most_kept(
+    plan: PipelinePlan, number: int, saved: dict[int, float], passed: dict[int, float]
+) -> float:
+    """Walk a rank's actions, and return the most that they keep at a time."""
+    kept = most = 0.0
+    for action in plan.table().actions[number]:
+        if action.kind == "F":
+            kept += saved[action.stage]
+        elif action.kind == "I":
+            kept += passed[action.stage]
+        else:
+            kept -= saved[action.stage]
+            kept -= passed[action.stage] if action.kind == "W" else 0.0
+        most = max(most, kept)
+    return most
+
+
+def _is_split(parameter: WorkParameter, model: int) -> bool:
+    sizes = parameter.shape
+    return model > 1 and len(sizes) > 1 and any(s and s % model == 0 for s in sizes)

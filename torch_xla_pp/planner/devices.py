@@ -1,0 +1,231 @@
+"""Devices and how they are connected, as a plan takes them.
+
+Figures of vendors are peaks; `efficiency` says how much of the peak FLOP/s the products
+of a model reach, and is a guess wherever `is_verified` is false. A file with figures of
+one's own is what `DeviceSpec.to_json` writes.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch_xla_pp import record
+from torch_xla_pp.simulate import Link, Network
+
+_FORMAT = "torch_xla_pp device 1"
+_GB, _GIB = 10**9, 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceSpec:
+    """What one device computes, holds and moves.
+
+    Args:
+        name: Its name.
+        flops_per_s: Peak of products of matrices.
+        efficiency: Share of that which models reach.
+        bytes_per_s: Bandwidth of its memory.
+        memory_bytes: Size of its memory.
+        action_s: What starting one program takes, whatever it does.
+        link_bytes_per_s: Bandwidth to the next device of the same rank, one way.
+        link_latency_s: What a collective takes for nothing.
+        is_verified: Whether the figures were measured.
+        source: Where they are from.
+
+    Raises:
+        ValueError: A figure is missing a sense; all are named.
+    """
+
+    name: str
+    flops_per_s: float
+    efficiency: float
+    bytes_per_s: float
+    memory_bytes: int
+    action_s: float
+    link_bytes_per_s: float
+    link_latency_s: float
+    is_verified: bool = False
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        rates = ("flops_per_s", "bytes_per_s", "memory_bytes", "link_bytes_per_s")
+        faults = [
+            f"{name} above 0, got {getattr(self, name)}"
+            for name in rates
+            if not 0 < getattr(self, name) < math.inf
+        ]
+        faults += [
+            f"{name} of at least 0, got {getattr(self, name)}"
+            for name in ("action_s", "link_latency_s")
+            if not 0 <= getattr(self, name) < math.inf
+        ]
+        if not 0 < self.efficiency <= 1:
+            faults.append(f"efficiency above 0 and up to 1, got {self.efficiency}")
+        if faults:
+            raise ValueError(
+                "\n".join(
+                    f"device {self.name}: expected {fault}. Correct it."
+                    for fault in faults
+                )
+            )
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return it as JSON.
+
+        Args:
+            path: A file to write as well.
+        """
+        text = record.to_json(self, _FORMAT)
+        if path is not None:
+            Path(path).write_text(text)
+        return text
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> "DeviceSpec":
+        """Read what `to_json` wrote.
+
+        Args:
+            source: A file, or the text itself, which is known by its line ends.
+
+        Raises:
+            ValueError: Figures are missing, unknown or faulty; all are named.
+        """
+        is_text = isinstance(source, str) and "\n" in source
+        text = str(source) if is_text else Path(source).read_text()
+        return record.from_json(cls, text, _FORMAT)
+
+    @classmethod
+    def named(cls, name: str) -> "DeviceSpec":
+        """Return a known device, or the one in a file.
+
+        Raises:
+            ValueError: It is neither.
+        """
+        if name in DEVICES:
+            return DEVICES[name]
+        if not Path(name).is_file():
+            raise ValueError(
+                f"device: expected one of {', '.join(DEVICES)}, or a file with a "
+                f"device's figures, got {name!r}. To write such a file, change what "
+                'DeviceSpec.named("cpu").to_json() gives.'
+            )
+        return cls.from_json(Path(name))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """The devices of a job.
+
+    Args:
+        device: The kind of all devices.
+        num_devices: Number of devices in all.
+        memory_bytes: What a plan may use of each device's memory, None for all.
+        reserve: Share of it that is left free.
+        network: Links between the ranks of a pipeline.
+
+    Raises:
+        ValueError: There are no devices, or the reserve is no share.
+    """
+
+    device: DeviceSpec
+    num_devices: int
+    memory_bytes: int | None = None
+    reserve: float = 0.08
+    network: Network = field(default_factory=Network)
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.num_devices < 1:
+            faults.append(f"at least one device, got {self.num_devices}")
+        if not 0 <= self.reserve < 1:
+            faults.append(f"a reserve of at least 0 and below 1, got {self.reserve}")
+        if self.memory_bytes is not None and self.memory_bytes < 1:
+            faults.append(f"memory above 0 bytes, got {self.memory_bytes}")
+        if faults:
+            raise ValueError(
+                "\n".join(f"cluster: expected {f}. Correct it." for f in faults)
+            )
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What stages may take of a device's memory."""
+        memory = self.memory_bytes or self.device.memory_bytes
+        return math.floor(memory * (1 - self.reserve))
+
+    def with_memory(self, memory_bytes: int) -> "Cluster":
+        """Return the same devices with another memory."""
+        return dataclasses.replace(self, memory_bytes=memory_bytes)
+
+
+def link_between_ranks(
+    device: DeviceSpec, *, latency_s: float | None = None, gb_per_s: float | None = None
+) -> Network:
+    """Return equal links between ranks, by default as fast as those within one."""
+    return Network(
+        default=Link(
+            latency_s=device.link_latency_s if latency_s is None else latency_s,
+            bytes_per_s=device.link_bytes_per_s if not gb_per_s else gb_per_s * _GB,
+        )
+    )
+
+
+def _known(specs: Iterable[DeviceSpec]) -> dict[str, DeviceSpec]:
+    return {spec.name: spec for spec in specs}
+
+
+# A link has half of the stated bandwidth, which counts both ways.
+DEVICES = _known(
+    (
+        DeviceSpec(
+            name="cpu",
+            flops_per_s=84e9,
+            efficiency=0.8,
+            bytes_per_s=10e9,
+            memory_bytes=4 * _GIB,
+            action_s=1e-3,
+            link_bytes_per_s=2e9,
+            link_latency_s=1e-4,
+            is_verified=True,
+            source="docs/performance/step.md: float32 products of one core; the other "
+            "figures are guesses, and memory is what you allow of the host's",
+        ),
+        DeviceSpec(
+            name="v5e",
+            flops_per_s=197e12,
+            efficiency=0.5,
+            bytes_per_s=819e9,
+            memory_bytes=16 * _GB,
+            action_s=5e-5,
+            link_bytes_per_s=200e9,
+            link_latency_s=1e-6,
+            source="https://docs.cloud.google.com/tpu/docs/v5e (bf16); efficiency, "
+            "action_s and latency are guesses",
+        ),
+        DeviceSpec(
+            name="v5p",
+            flops_per_s=459e12,
+            efficiency=0.5,
+            bytes_per_s=2765e9,
+            memory_bytes=95 * _GIB,
+            action_s=5e-5,
+            link_bytes_per_s=600e9,
+            link_latency_s=1e-6,
+            source="https://docs.cloud.google.com/tpu/docs/v5p-training (bf16); "
+            "efficiency, action_s and latency are guesses",
+        ),
+        DeviceSpec(
+            name="v6e",
+            flops_per_s=918e12,
+            efficiency=0.5,
+            bytes_per_s=1638e9,
+            memory_bytes=32 * _GB,
+            action_s=5e-5,
+            link_bytes_per_s=400e9,
+            link_latency_s=1e-6,
+            source="https://docs.cloud.google.com/tpu/docs/v6e (bf16); efficiency, "
+            "action_s and latency are guesses",
+        ),
+    )
+)

@@ -1,0 +1,402 @@
+"""What a way to cut a model costs: seconds of a step, and bytes on each rank.
+
+Terms: a *cut* gives each work a stage; a *setting* is all else that a plan chooses.
+Stages are numbered so that values go to higher ones only.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from torch_xla_pp.planner.devices import Cluster
+from torch_xla_pp.planner.orders import SPLIT, PlannedOrder, planned_order
+from torch_xla_pp.planner.strategies import Strategy
+from torch_xla_pp.planner.work_costs import Array, WorkCosts, WorkTable
+from torch_xla_pp.simulate import Costs, Flow, chain_flows, stage_seconds, step_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What a plan chooses besides the stages.
+
+    Args:
+        num_ranks: Ranks of one pipeline.
+        replicas: Number of pipelines.
+        strategy: How the devices of a rank share its stages.
+        rows: Rows of a microbatch.
+        num_microbatches: Microbatches of a step.
+        schedule: Name of the order of actions.
+        stages_per_rank: Number of stages on each rank.
+    """
+
+    num_ranks: int
+    replicas: int = 1
+    strategy: Strategy = field(default_factory=Strategy)
+    rows: int
+    num_microbatches: int
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return self.num_ranks * self.stages_per_rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """The stage of each work, and which stages compute values again.
+
+    Args:
+        setting: All else.
+        stages: Stage of each work.
+        remat: "none" or "full" for each stage.
+    """
+
+    setting: Setting
+    stages: tuple[int, ...]
+    remat: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankBytes:
+    """What one device of a rank holds at most, part by part.
+
+    Args:
+        parameters: Parameters.
+        gradients: Their gradients, which add up over a step.
+        optimizer: The optimizer's state.
+        saved: What is kept from F to B or W.
+        passed: What is kept from I to W.
+        outputs: The model's outputs, or their gradients, from F to B. Outputs that a
+            caller keeps to the end of a step are not counted.
+        temporary: A guess of what the largest program takes besides.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    saved: int
+    passed: int
+    outputs: int
+    temporary: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.state + self.saved + self.passed + self.outputs + self.temporary
+
+    @property
+    def state(self) -> int:
+        """What is there between steps, and gradients."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Evaluation:
+    """What a cut costs.
+
+    Args:
+        cut: The cut.
+        step_s: Seconds of a step.
+        costs: What its stages cost.
+        ranks: What each rank holds.
+        order: The order of actions.
+        capacity_bytes: What a device has for it.
+    """
+
+    cut: Cut
+    step_s: float
+    costs: Costs
+    ranks: tuple[RankBytes, ...]
+    order: PlannedOrder
+    capacity_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a device holds."""
+        return max(rank.total for rank in self.ranks)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has the memory."""
+        return self.peak_bytes <= self.capacity_bytes
+
+    @property
+    def sort_key(self) -> tuple[int, float, float]:
+        """What to compare plans by: those that fit by time, others by memory."""
+        over = max(0, self.peak_bytes - self.capacity_bytes)
+        return over, self.step_s, self.peak_bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Evaluator:
+    """What it takes to evaluate cuts of one model on one cluster.
+
+    Args:
+        table: The works.
+        cluster: The devices.
+        optimizer_bytes: Bytes of the optimizer's state for a byte of parameters.
+        has_own_inputs: Whether stages take the model's inputs on their own rank.
+            Otherwise the first stage takes all and sends them on.
+        has_chain: Whether each stage waits for the one before, as where stages are
+            run as a chain whatever their edges.
+    """
+
+    table: WorkTable
+    cluster: Cluster
+    optimizer_bytes: float = 2.0
+    has_own_inputs: bool = False
+    has_chain: bool = False
+    _works: dict[tuple[Strategy, int], WorkCosts] = field(
+        default_factory=dict, init=False
+    )
+    _tables: dict[object, dict[object, Any]] = field(default_factory=dict, init=False)
+
+    def works(self, strategy: Strategy, rows: int) -> WorkCosts:
+        """Return the costs of works, which are kept."""
+        key = strategy, rows
+        if key not in self._works:
+            self._works[key] = WorkCosts(
+                self.table, self.cluster, strategy, rows, self.optimizer_bytes
+            )
+        return self._works[key]
+
+    def tables(self, name: object) -> dict[object, Any]:
+        """Return a table that searches with this evaluator share."""
+        return self._tables.setdefault(name, {})
+
+    def evaluate(self, cut: Cut) -> Evaluation:
+        """Return what a cut costs."""
+        setting = cut.setting
+        works = self.works(setting.strategy, setting.rows)
+        held = _Held.of(self, cut, works)
+        costs = self.costs(cut, held)
+        edges = costs.edges if setting.schedule == "dag" else ()
+        order = planned_order(
+            setting.schedule,
+            setting.num_ranks,
+            setting.num_microbatches,
+            setting.stages_per_rank,
+            edges,
+        )
+        return Evaluation(
+            cut=cut,
+            step_s=step_seconds(order, costs, self.cluster.network),
+            costs=costs,
+            ranks=tuple(_rank_bytes(held, order)),
+            order=order,
+            capacity_bytes=self.cluster.capacity_bytes,
+        )
+
+    def costs(self, cut: Cut, held: "_Held | None" = None) -> Costs:
+        """Return what the stages of a cut take, send and keep."""
+        setting = cut.setting
+        works = self.works(setting.strategy, setting.rows)
+        held = held or _Held.of(self, cut, works)
+        forward, inputs, weights = stage_times(works, cut)
+        if setting.schedule in SPLIT:
+            weights = weights + self.cluster.device.action_s
+        times = zip(forward, inputs, weights, strict=True)
+        stages = range(setting.num_stages)
+        flows = flows_of(self.table, works, cut.stages, self.has_own_inputs)
+        if self.has_chain:
+            flows += chain_flows(setting.num_stages)
+        return Costs(
+            seconds=stage_seconds((float(f), float(i), float(w)) for f, i, w in times),
+            flows=flows,
+            saved_bytes={s: round(held.saved[s]) for s in stages},
+            passed_bytes={s: round(held.passed[s]) for s in stages},
+            final_s=dict(enumerate(self.final_s(cut, works))),
+        )
+
+    def final_s(self, cut: Cut, works: WorkCosts) -> list[float]:
+        """Return what each stage takes at the end: sums of gradients, optimizer."""
+        at_end = works.gradient_sum_s(cut.setting.replicas) + works.optimizer_s
+        found = _sums(cut, at_end)
+        link = self.cluster.network.default
+        for uses in self.table.ties.values():
+            sharing = {cut.stages[place] for place, _ in uses}
+            if len(sharing) > 1:
+                for stage in sharing:
+                    found[stage] += 2 * (link.latency_s + uses[0][1] / link.bytes_per_s)
+        return [float(seconds) for seconds in found]
+
+
+def stage_times(works: WorkCosts, cut: Cut) -> tuple[Array, Array, Array]:
+    """Return what F, I and W of each stage take, B being I and W in one program."""
+    forward, inputs, weights = (_sums(cut, seconds) for seconds in works.seconds)
+    again = np.array([remat == "full" for remat in cut.remat])
+    action_s = works.cluster.device.action_s
+    return forward + action_s, inputs + again * forward + action_s, weights
+
+
+def flows_of(
+    table: WorkTable, works: WorkCosts, stages: Sequence[int], has_own_inputs: bool
+) -> tuple[Flow, ...]:
+    """Return what stages send each other; values of one way go together."""
+    sizes: Counter[tuple[int, tuple[int, ...], bool]] = Counter()
+    for number, (producer, users) in enumerate(
+        zip(table.producers, table.users, strict=True)
+    ):
+        if producer < 0 and has_own_inputs:
+            continue
+        home = 0 if producer < 0 else stages[producer]
+        consumers = {stages[user] for user in users} - {home}
+        if consumers:
+            value = table.graph.values[number]
+            has_gradient = value.has_gradient and producer >= 0
+            key = home, tuple(sorted(consumers)), has_gradient
+            sizes[key] += round(works.message_bytes[number])
+    return tuple(
+        Flow(
+            producer=producer,
+            consumers=consumers,
+            num_bytes=num_bytes,
+            has_gradient=has_gradient,
+        )
+        for (producer, consumers, has_gradient), num_bytes in sorted(sizes.items())
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Held:
+    """What one device holds for each stage; `saved`, `passed` per microbatch."""
+
+    parameters: Array
+    gradients: Array
+    optimizer: Array
+    saved: Array
+    passed: Array
+    outputs: Array
+    temporary: Array
+
+    @classmethod
+    def of(cls, evaluator: Evaluator, cut: Cut, works: WorkCosts) -> "_Held":
+        parameters = _sums(cut, works.parameter_bytes)
+        _count_ties_once(works, cut.stages, parameters)
+        saved, outputs, touched = _value_bytes(works, cut)
+        is_full = np.array([remat == "full" for remat in cut.remat])
+        own = {remat: _sums(cut, held) for remat, held in works.saved.items()}
+        gathered = np.zeros(cut.setting.num_stages)
+        np.maximum.at(gathered, np.array(cut.stages), works.saved["none"] + touched)
+        if works.strategy.has_fsdp:
+            np.maximum.at(
+                gathered,
+                np.array(cut.stages),
+                works.saved["none"] + touched + works.gathered_bytes,
+            )
+        return cls(
+            parameters=parameters,
+            gradients=parameters,
+            optimizer=parameters * evaluator.optimizer_bytes,
+            saved=saved + np.where(is_full, own["full"], own["none"]),
+            passed=_sums(cut, works.passed),
+            outputs=outputs,
+            temporary=gathered,
+        )
+
+
+def _sums(cut: Cut, per_work: Array) -> Array:
+    """Return the sum over the works of each stage."""
+    count = cut.setting.num_stages
+    found: Array = np.bincount(cut.stages, per_work, count).astype(np.float64)
+    return found
+
+
+def _count_ties_once(works: WorkCosts, stages: Sequence[int], found: Array) -> None:
+    """Take off what a stage counts several times of one parameter."""
+    for uses in works.table.ties.values():
+        counts = Counter(stages[place] for place, _ in uses)
+        place, num_bytes = uses[0]
+        whole = works.table.parameter_bytes[place]
+        share = works.parameter_bytes[place] / whole if whole else 0.0
+        for stage, count in counts.items():
+            found[stage] -= (count - 1) * num_bytes * share
+
+
+def _value_bytes(works: WorkCosts, cut: Cut) -> tuple[Array, Array, Array]:
+    """Return what stages keep of values, and of outputs; and what works touch."""
+    table, stages = works.table, cut.stages
+    saved = np.zeros(cut.setting.num_stages)
+    outputs = np.zeros(cut.setting.num_stages)
+    touched = np.zeros(table.num_works)
+    names = set(table.graph.outputs)
+    for number, value in enumerate(table.graph.values):
+        producer, size = table.producers[number], works.value_bytes[number]
+        home = stages[producer] if producer >= 0 else -1
+        keeping = {
+            stages[k] for k in table.keepers[number] if cut.remat[stages[k]] == "none"
+        }
+        entered = {stages[u] for u in table.users[number]} - {home}
+        keeping |= {stage for stage in entered if cut.remat[stage] == "full"}
+        for stage in keeping:
+            saved[stage] += size
+        if value.name in names and producer >= 0:
+            outputs[home] += size
+        for place in table.users[number] + ((producer,) if producer >= 0 else ()):
+            touched[place] += size
+    return saved, outputs, touched
+
+
+def _rank_bytes(held: _Held, order: PlannedOrder) -> list[RankBytes]:
+    """Return what a device of each rank holds when its saved values are most."""
+    found = []
+    for stages, live in order.live_rows:
+        own = list(stages)
+        saved = live[:, : len(own)] @ held.saved[own]
+        passed = live[:, len(own) :] @ held.passed[own]
+        most = int((saved + passed).argmax())
+        found.append(
+            RankBytes(
+                parameters=round(held.parameters[own].sum()),
+                gradients=round(held.gradients[own].sum()),
+                optimizer=round(held.optimizer[own].sum()),
+                saved=round(saved[most]),
+                passed=round(passed[most]),
+                outputs=round(live[:, : len(own)].max(0) @ held.outputs[own]),
+                temporary=round(held.temporary[own].max()),
+            )
+        )
+    return found
+
+
+def renumbered(
+    labels: Sequence[int], edges: Sequence[tuple[int, int]]
+) -> tuple[int, ...] | None:
+    """Number stages by data flow, None if they use each other in a circle.
+
+    Of the stages that may come next, the one that is lowest now does.
+
+    Args:
+        labels: Any label of each work's stage.
+        edges: Edges between works.
+    """
+    pairs = {(labels[p], labels[c]) for p, c in edges if labels[p] != labels[c]}
+    needs = Counter(consumer for _, consumer in pairs)
+    users: dict[int, list[int]] = {}
+    for producer, consumer in pairs:
+        users.setdefault(producer, []).append(consumer)
+    free = sorted({*labels} - set(needs))
+    count = len(set(labels))
+    numbers: dict[int, int] = {}
+    while free:
+        label = free.pop(0)
+        numbers[label] = len(numbers)
+        for consumer in users.get(label, ()):
+            needs[consumer] -= 1
+            if not needs[consumer]:
+                free.append(consumer)
+        free.sort()
+    if len(numbers) < count:
+        return None
+    return tuple(numbers[label] for label in labels)
+
+
+def with_remat(cut: Cut, remat: Mapping[int, str]) -> Cut:
+    """Return the cut with another choice for some stages."""
+    changed = tuple(remat.get(stage, old) for stage, old in enumerate(cut.remat))
+    return replace(cut, remat=changed)

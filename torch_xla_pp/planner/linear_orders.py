@@ -1,0 +1,152 @@
+"""Orders of works in a line, from which stages are cut as runs.
+
+Whatever the order, only edges that are there bind the execution. An order that takes
+branches one after another makes stages of branches, one that takes them in turn makes
+stages across them.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_xla_pp.planner.work_costs import Array
+
+Order = tuple[int, ...]
+
+
+def linear_orders(
+    edges: Sequence[tuple[int, int]], weights: Sequence[float]
+) -> tuple[Order, ...]:
+    """Return different orders that keep the edges, that of the program first.
+
+    Args:
+        edges: Pairs (producer, consumer) of works in program order.
+        weights: What each work takes.
+    """
+    count = len(weights)
+    levels, rests = [0] * count, list(weights)
+    for producer, consumer in sorted(edges, key=lambda edge: edge[1]):
+        levels[consumer] = max(levels[consumer], levels[producer] + 1)
+    for producer, consumer in sorted(edges, reverse=True):
+        rests[producer] = max(rests[producer], weights[producer] + rests[consumer])
+    found = [
+        tuple(range(count)),
+        _depth_first(edges, count),
+        _by_priority(edges, count, lambda work: (levels[work], work)),
+        _by_priority(edges, count, lambda work: (-rests[work], work)),
+        _by_priority(edges, count, lambda work: (rests[work], work)),
+    ]
+    return tuple(dict.fromkeys(found))
+
+
+def _by_priority(
+    edges: Sequence[tuple[int, int]],
+    count: int,
+    priority: Callable[[int], tuple[float, int]],
+) -> Order:
+    """Take of the works that may come next the one with the least priority."""
+    users, needs = _neighbours(edges, count)
+    free = [(priority(work), work) for work in range(count) if not needs[work]]
+    heapq.heapify(free)
+    found = []
+    while free:
+        _, work = heapq.heappop(free)
+        found.append(work)
+        for user in users[work]:
+            needs[user] -= 1
+            if not needs[user]:
+                heapq.heappush(free, (priority(user), user))
+    return tuple(found)
+
+
+def _depth_first(edges: Sequence[tuple[int, int]], count: int) -> Order:
+    """Go on with what the last work made possible."""
+    users, needs = _neighbours(edges, count)
+    free = [work for work in reversed(range(count)) if not needs[work]]
+    found = []
+    while free:
+        work = free.pop()
+        found.append(work)
+        for user in reversed(users[work]):
+            needs[user] -= 1
+            if not needs[user]:
+                free.append(user)
+    return tuple(found)
+
+
+def _neighbours(
+    edges: Sequence[tuple[int, int]], count: int
+) -> tuple[list[list[int]], list[int]]:
+    users: list[list[int]] = [[] for _ in range(count)]
+    needs = [0] * count
+    for producer, consumer in edges:
+        users[producer].append(consumer)
+        needs[consumer] += 1
+    return users, needs
+
+
+class RunSums:
+    """Sums over all runs of an order: tables with a line for the first work.
+
+    Args:
+        order: The works in their order.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self._order = np.array(order)
+        self._count = len(order)
+        self._places = [0] * self._count
+        for place, work in enumerate(order):
+            self._places[work] = place
+
+    def sums(self, per_work: Array) -> Array:
+        """Return the sum over the works of each run."""
+        ends = np.concatenate(([0.0], np.cumsum(per_work[self._order])))
+        found: Array = ends[None, 1:] - ends[:-1, None]
+        return found
+
+    def holding(self, groups: Sequence[Sequence[int]]) -> "RunCounts":
+        """Return for each run which groups have a member in it."""
+        return self.entering([-1] * len(groups), groups)
+
+    def entering(
+        self, producers: Sequence[int], users: Sequence[Sequence[int]]
+    ) -> "RunCounts":
+        """Return for each run the values that it uses and does not make.
+
+        Args:
+            producers: The work that makes each value, -1 for none.
+            users: The works that use each value.
+        """
+        corners: list[tuple[int, int, int, int]] = []
+        for number, members in enumerate(users):
+            producer = producers[number]
+            before = -1 if producer < 0 else self._places[producer]
+            for place in sorted({self._places[work] for work in members}):
+                corners.append((before + 1, place + 1, place, number))
+                before = place
+        return RunCounts(self._count, np.array(corners, dtype=int).reshape(-1, 4))
+
+
+class RunCounts:
+    """Which of some values count for each run, as corners of rectangles.
+
+    Args:
+        count: Number of works.
+        corners: First line, line after the last one, first column, number of a value.
+    """
+
+    def __init__(self, count: int, corners: NDArray[np.int_]) -> None:
+        self._count = count
+        self._corners = corners
+
+    def sums(self, sizes: Array) -> Array:
+        """Return for each run the sum of the sizes of the values that count."""
+        table = np.zeros((self._count + 1, self._count + 1))
+        firsts, afters, columns, numbers = self._corners.T
+        np.add.at(table, (firsts, columns), sizes[numbers])
+        np.add.at(table, (afters, columns), -sizes[numbers])
+        found: Array = table.cumsum(0).cumsum(1)[:-1, :-1]
+        return found

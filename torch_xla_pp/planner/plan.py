@@ -1,0 +1,144 @@
+"""A plan as a value: which stages, on which ranks, how shared, in which order.
+
+It has no times of the search, so that equal input gives equal texts.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from torch_xla_pp import record
+from torch_xla_pp.planner.orders import planned_order
+from torch_xla_pp.planner.plan_values import (
+    Alternative,
+    CostSource,
+    PlannedBatch,
+    PlannedModel,
+    PlannedRank,
+    PlannedSchedule,
+    PlannedStage,
+    Prediction,
+    SearchCounts,
+)
+from torch_xla_pp.planner.report import report_of
+from torch_xla_pp.schedule import Schedule
+from torch_xla_pp.simulate import Costs, Link, Network, stage_seconds
+
+_FORMAT = "torch_xla_pp plan 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """How to run a model on a cluster: stages, ranks, shardings, order, and why.
+
+    Args:
+        model: The model.
+        batch: How rows are divided.
+        stages: The stages; values go to higher ones only.
+        ranks: The ranks of one pipeline.
+        schedule: The order of actions.
+        predicted: What a step costs.
+        costs: What that is made from.
+        reasons: Why these choices; each is a comparison.
+        alternatives: Plans in which one choice differs.
+        baselines: Planner → seconds of a step of its plan, if compared.
+        search: How much was searched.
+    """
+
+    model: PlannedModel
+    batch: PlannedBatch
+    stages: tuple[PlannedStage, ...]
+    ranks: tuple[PlannedRank, ...]
+    schedule: PlannedSchedule
+    predicted: Prediction
+    costs: CostSource
+    reasons: tuple[str, ...]
+    alternatives: tuple[Alternative, ...]
+    baselines: Mapping[str, float]
+    search: SearchCounts
+
+    def __str__(self) -> str:
+        return report_of(self)
+
+    @cached_property
+    def stage_of(self) -> Mapping[str, int]:
+        """FX node name of each operation → its stage."""
+        return {op: n for n, stage in enumerate(self.stages) for op in stage.ops}
+
+    @property
+    def digest(self) -> str:
+        """A text that is equal for equal plans."""
+        text = self.to_json().encode()
+        return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of stages between which values go, in order."""
+        return self.stage_costs().edges
+
+    def stage_costs(self) -> Costs:
+        """Return what stages cost, as `simulate` takes it."""
+        stages = self.predicted.stages
+        return Costs(
+            seconds=stage_seconds((s.forward_s, s.input_s, s.weight_s) for s in stages),
+            flows=self.predicted.flows,
+            saved_bytes={n: stage.saved_bytes for n, stage in enumerate(stages)},
+            passed_bytes={n: stage.passed_bytes for n, stage in enumerate(stages)},
+            final_s={n: stage.final_s for n, stage in enumerate(stages)},
+        )
+
+    def network(self) -> Network:
+        """Return the links between ranks, as `simulate` takes them."""
+        links = {
+            (link.sender, link.receiver): Link(
+                latency_s=link.latency_s, bytes_per_s=link.bytes_per_s or math.inf
+            )
+            for link in self.costs.links
+        }
+        default = links.pop((None, None), Link())
+        named = {
+            (sender, receiver): link
+            for (sender, receiver), link in links.items()
+            if sender is not None and receiver is not None
+        }
+        return Network(default=default, links=named)
+
+    def table(self) -> Schedule:
+        """Return the actions of each rank."""
+        edges = self.edges if self.schedule.name == "dag" else ()
+        return planned_order(
+            self.schedule.name,
+            len(self.ranks),
+            self.batch.microbatches,
+            self.schedule.stages_per_rank,
+            edges,
+        ).schedule
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return it as JSON; equal plans give equal texts.
+
+        Args:
+            path: A file to write as well.
+        """
+        text = record.to_json(self, _FORMAT)
+        if path is not None:
+            Path(path).write_text(text)
+        return text
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> "PipelinePlan":
+        """Read what `to_json` wrote.
+
+        Args:
+            source: A file, or the text itself, which is known by its line ends.
+
+        Raises:
+            ValueError: It is no plan, of another format, or has missing, unknown or
+                faulty fields; all are named.
+        """
+        is_text = isinstance(source, str) and "\n" in source
+        text = str(source) if is_text else Path(source).read_text()
+        return record.from_json(cls, text, _FORMAT)

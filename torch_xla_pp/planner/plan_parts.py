@@ -1,0 +1,204 @@
+"""From the best cut of a search to the parts of a plan."""
+
+import math
+from collections.abc import Iterator
+
+from torch_xla_pp.planner.comparisons import reasons_of
+from torch_xla_pp.planner.evaluation import Evaluation, Evaluator
+from torch_xla_pp.planner.plan import PipelinePlan
+from torch_xla_pp.planner.plan_values import (
+    Alternative,
+    CostSource,
+    PlannedBatch,
+    PlannedLink,
+    PlannedModel,
+    PlannedRank,
+    PlannedSchedule,
+    PlannedStage,
+    PredictedRank,
+    PredictedStage,
+    Prediction,
+    SearchCounts,
+)
+from torch_xla_pp.planner.search import SearchResult, best_of
+from torch_xla_pp.planner.settings import Request
+from torch_xla_pp.schedule import peak_live
+from torch_xla_pp.simulate import Link, Network
+from torch_xla_pp.work import WorkGraph
+
+
+def plan_of(
+    request: Request,
+    evaluator: Evaluator,
+    result: SearchResult,
+    alternatives: tuple[Alternative, ...],
+    baselines: dict[str, float],
+) -> PipelinePlan:
+    """Describe the best cut of a search.
+
+    Args:
+        request: What was asked.
+        evaluator: What evaluated the cuts.
+        result: What the search has come to.
+        alternatives: Plans in which one choice differs.
+        baselines: Planner → seconds of its plan's step.
+    """
+    best = best_of(result)
+    setting, graph = best.cut.setting, evaluator.table.graph
+    device = evaluator.cluster.device
+    return PipelinePlan(
+        model=_model(graph),
+        batch=PlannedBatch(
+            rows=request.rows,
+            replicas=setting.replicas,
+            microbatches=setting.num_microbatches,
+            rows_per_microbatch=setting.rows,
+        ),
+        stages=tuple(_stages(graph, best)),
+        ranks=_ranks(evaluator, best),
+        schedule=PlannedSchedule(
+            name=setting.schedule, stages_per_rank=setting.stages_per_rank
+        ),
+        predicted=_prediction(request, best),
+        costs=CostSource(
+            source="roofline",
+            device=device.name,
+            is_verified=device.is_verified,
+            optimizer_bytes=evaluator.optimizer_bytes,
+            links=tuple(_links(evaluator.cluster.network)),
+            warnings=tuple(_warnings(evaluator)),
+        ),
+        reasons=tuple(reasons_of(evaluator, best, alternatives)),
+        alternatives=alternatives,
+        baselines=baselines,
+        search=SearchCounts(
+            settings=result.num_settings,
+            pruned=result.num_pruned,
+            evaluated=result.num_evaluated,
+        ),
+    )
+
+
+def _model(graph: WorkGraph) -> PlannedModel:
+    tied, total = set(), 0
+    for work in graph.works:
+        for parameter in work.parameters:
+            total += 0 if parameter.tied in tied else parameter.bytes
+            tied |= {parameter.tied} - {None}
+    return PlannedModel(
+        digest=graph.digest,
+        num_ops=graph.num_ops,
+        parameter_bytes=total,
+        tied=tuple(sorted(name for name in tied if name is not None)),
+        source=graph.source,
+    )
+
+
+def _stages(graph: WorkGraph, best: Evaluation) -> Iterator[PlannedStage]:
+    placement = best.order.placement
+    cut = best.cut
+    homes = dict(zip((w.name for w in graph.works), cut.stages, strict=True))
+    for stage in range(cut.setting.num_stages):
+        works = [work for work in graph.works if homes[work.name] == stage]
+        inputs = [
+            value.name
+            for value in graph.values
+            if any(homes[user] == stage for user in value.users)
+            and (value.producer is None or homes[value.producer] != stage)
+        ]
+        yield PlannedStage(
+            rank=placement[stage],
+            ops=tuple(op for work in works for op in work.ops),
+            modules=_outermost(work.module for work in works),
+            remat=cut.remat[stage],
+            inputs=tuple(inputs),
+        )
+
+
+def _outermost(paths: Iterator[str]) -> tuple[str, ...]:
+    """Return each path once, without those within another."""
+    unique = [*dict.fromkeys(path for path in paths if path)]
+    known = set(unique)
+    return tuple(
+        path
+        for path in unique
+        if not any(
+            ".".join(path.split(".")[:end]) in known
+            for end in range(1, path.count(".") + 1)
+        )
+    )
+
+
+def _ranks(evaluator: Evaluator, best: Evaluation) -> tuple[PlannedRank, ...]:
+    setting = best.cut.setting
+    strategy = setting.strategy
+    mesh = {"data": strategy.data, "model": strategy.model}
+    rank = PlannedRank(
+        devices=strategy.num_devices,
+        device=evaluator.cluster.device.name,
+        mesh={axis: size for axis, size in mesh.items() if size > 1},
+        rules=strategy.presets,
+        batch_axis="data" if strategy.data > 1 else None,
+        capacity_bytes=evaluator.cluster.capacity_bytes,
+    )
+    return (rank,) * setting.num_ranks
+
+
+def _prediction(request: Request, best: Evaluation) -> Prediction:
+    setting, costs = best.cut.setting, best.costs
+    schedule = best.order.schedule
+    live = peak_live(schedule)
+    ranks, busy = [], []
+    for number, row in enumerate(schedule.actions):
+        busy.append(sum(costs.seconds[a.stage, a.kind] for a in row))
+        ranks.append(
+            PredictedRank(
+                busy_s=busy[-1],
+                live=sum(live[stage] for stage in schedule.stages_of(number)),
+                bytes=best.ranks[number],
+            )
+        )
+    depths = [1] * setting.num_stages
+    for producer, consumer in reversed(costs.edges):
+        depths[producer] = max(depths[producer], 1 + depths[consumer])
+    return Prediction(
+        step_s=best.step_s,
+        rows_per_s=request.rows / best.step_s if best.step_s else 0.0,
+        bubble=1 - sum(busy) / len(busy) / best.step_s if best.step_s else 0.0,
+        depth=max(depths),
+        ranks=tuple(ranks),
+        stages=tuple(
+            PredictedStage(
+                forward_s=costs.seconds[stage, "F"],
+                input_s=costs.seconds[stage, "I"],
+                weight_s=costs.seconds[stage, "W"],
+                final_s=costs.final_s[stage],
+                saved_bytes=costs.saved_bytes[stage],
+                passed_bytes=costs.passed_bytes[stage],
+            )
+            for stage in range(setting.num_stages)
+        ),
+        flows=costs.flows,
+    )
+
+
+def _links(network: Network) -> Iterator[PlannedLink]:
+    pairs: list[tuple[int | None, int | None, Link]] = [(None, None, network.default)]
+    pairs += [(s, r, link) for (s, r), link in sorted(network.links.items())]
+    for sender, receiver, link in pairs:
+        yield PlannedLink(
+            sender=sender,
+            receiver=receiver,
+            latency_s=link.latency_s,
+            bytes_per_s=None if math.isinf(link.bytes_per_s) else link.bytes_per_s,
+        )
+
+
+def _warnings(evaluator: Evaluator) -> Iterator[str]:
+    device = evaluator.cluster.device
+    if not device.is_verified:
+        yield f"figures of {device.name} are not measured: {device.source}"
+    if not evaluator.has_own_inputs:
+        count = sum(v.producer is None for v in evaluator.table.graph.values)
+        if count > 1:
+            yield f"the {count} inputs of the model go through the first stage"

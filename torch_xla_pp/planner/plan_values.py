@@ -1,0 +1,231 @@
+"""The parts of a plan."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch_xla_pp.planner.evaluation import RankBytes
+from torch_xla_pp.simulate import Flow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedModel:
+    """The model that a plan is for.
+
+    Args:
+        digest: `WorkGraph.digest`.
+        num_ops: Number of its operations.
+        parameter_bytes: Size of its parameters, tied ones once.
+        tied: Names of tied groups.
+        source: Where it comes from.
+    """
+
+    digest: str
+    num_ops: int
+    parameter_bytes: int
+    tied: tuple[str, ...] = ()
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedBatch:
+    """How the rows of a step are divided.
+
+    Args:
+        rows: Rows of a step, those of all replicas.
+        replicas: Number of pipelines.
+        microbatches: Microbatches of each.
+        rows_per_microbatch: Rows of one, those of all devices of a rank.
+    """
+
+    rows: int
+    replicas: int
+    microbatches: int
+    rows_per_microbatch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedStage:
+    """One stage.
+
+    Args:
+        rank: Its rank in each pipeline.
+        ops: FX node names of its operations.
+        modules: Paths of the modules that they are in, those within another left out.
+        remat: "none" or "full".
+        inputs: Names of the values that it takes from other stages, or of the model.
+    """
+
+    rank: int
+    ops: tuple[str, ...]
+    modules: tuple[str, ...]
+    remat: str
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedRank:
+    """The devices of one rank.
+
+    Args:
+        devices: Their number.
+        device: Their name.
+        mesh: Mesh axis → its size.
+        rules: Names of the presets that share the work.
+        batch_axis: Mesh axis that splits rows, None for none.
+        capacity_bytes: What stages may take of a device's memory.
+    """
+
+    devices: int
+    device: str
+    mesh: Mapping[str, int]
+    rules: tuple[str, ...]
+    batch_axis: str | None
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedSchedule:
+    """The order of actions.
+
+    Args:
+        name: One of `SCHEDULES`; "dag" is `dag_1f1b` of the edges.
+        stages_per_rank: Number of stages on each rank.
+    """
+
+    name: str
+    stages_per_rank: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictedRank:
+    """What is predicted for one rank.
+
+    Args:
+        busy_s: Seconds that it computes in a step.
+        live: The most microbatches that its stages hold together.
+        bytes: What a device holds, part by part.
+    """
+
+    busy_s: float
+    live: int
+    bytes: RankBytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictedStage:
+    """What is predicted for one stage and microbatch, and for the end of a step.
+
+    Args:
+        forward_s: Seconds of F.
+        input_s: Seconds of I.
+        weight_s: Seconds of W; B takes as long as I and W.
+        final_s: Seconds after the last action.
+        saved_bytes: What a device keeps from F to B or W.
+        passed_bytes: What it keeps besides from I to W.
+    """
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    final_s: float
+    saved_bytes: int
+    passed_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedLink:
+    """A link between ranks that the prediction counts with.
+
+    Args:
+        sender: Rank that sends, None for all that no other link names.
+        receiver: Rank that receives, None likewise.
+        latency_s: Time that even an empty message takes.
+        bytes_per_s: Bandwidth, None if it is not bounded.
+    """
+
+    sender: int | None
+    receiver: int | None
+    latency_s: float
+    bytes_per_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """What a step of the plan costs.
+
+    Args:
+        step_s: Seconds of a step.
+        rows_per_s: Rows in a second.
+        bubble: Share of the step in which ranks wait, on average.
+        depth: Stages on the longest path.
+        ranks: What each rank does and holds.
+        stages: What each stage takes and keeps.
+        flows: What stages send each other for each microbatch.
+    """
+
+    step_s: float
+    rows_per_s: float
+    bubble: float
+    depth: int
+    ranks: tuple[PredictedRank, ...]
+    stages: tuple[PredictedStage, ...]
+    flows: tuple[Flow, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostSource:
+    """What the prediction is made from.
+
+    Args:
+        source: "roofline".
+        device: Name of the device whose figures were taken.
+        is_verified: Whether these were measured.
+        optimizer_bytes: Bytes of the optimizer's state for a byte of parameters.
+        links: Links between ranks.
+        warnings: What makes the prediction less sure.
+    """
+
+    source: str
+    device: str
+    is_verified: bool
+    optimizer_bytes: float
+    links: tuple[PlannedLink, ...]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alternative:
+    """The best plan in which one choice differs.
+
+    Args:
+        label: What it takes instead.
+        change: The choice that differs.
+        options: Options of the command that give this plan.
+        step_s: Seconds of its step.
+        peak_bytes: The most that a device holds.
+        fits: Whether that is not too much.
+    """
+
+    label: str
+    change: str
+    options: str
+    step_s: float
+    peak_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchCounts:
+    """How much was searched.
+
+    Args:
+        settings: Number of settings that are allowed.
+        pruned: How many of them a bound ruled out.
+        evaluated: Number of cuts that were evaluated.
+        version: Version of the search.
+    """
+
+    settings: int
+    pruned: int
+    evaluated: int
+    version: str = "1"

@@ -1,0 +1,182 @@
+"""From a model's work and a cluster to a plan, with what speaks for it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch_xla_pp.planner.checks import faults_in
+from torch_xla_pp.planner.comparisons import alternative_of, other_plans
+from torch_xla_pp.planner.devices import Cluster, DeviceSpec, link_between_ranks
+from torch_xla_pp.planner.evaluation import Evaluator
+from torch_xla_pp.planner.plan import PipelinePlan
+from torch_xla_pp.planner.plan_parts import plan_of
+from torch_xla_pp.planner.remedies import nothing_fits
+from torch_xla_pp.planner.search import best_of, search
+from torch_xla_pp.planner.settings import PlannerName, Request
+from torch_xla_pp.planner.strategies import PRESETS
+from torch_xla_pp.planner.work_costs import OPTIMIZERS, WorkTable
+from torch_xla_pp.simulate import Network
+from torch_xla_pp.work import WorkGraph
+
+_BASELINES: tuple[PlannerName, ...] = ("spp", "pipedream", "graphpipe")
+
+
+def make_plan(
+    work: WorkGraph | str | Path,
+    *,
+    rows: int,
+    ranks: int | None = None,
+    devices_per_rank: int | None = None,
+    devices: int | None = None,
+    device: DeviceSpec | str = "cpu",
+    memory_bytes: int | None = None,
+    reserve: float = 0.08,
+    network: Network | None = None,
+    optimizer: str | float = "adamw",
+    replicas: Sequence[int] | None = None,
+    microbatches: Sequence[int] | None = None,
+    schedules: Sequence[str] | None = None,
+    stages_per_rank: Sequence[int] = (2,),
+    sharding: Sequence[str] = PRESETS,
+    meshes: Sequence[tuple[int, int]] | None = None,
+    remat: Sequence[str] = ("none", "full"),
+    planner: PlannerName = "full",
+    has_own_inputs: bool = False,
+    compare: bool = False,
+) -> PipelinePlan:
+    """Plan how to train a model: stages, ranks, sharding, microbatches and order.
+
+    The plan with the shortest predicted step that fits the devices' memory. Every
+    choice that is not given is the planner's. Equal arguments give equal plans.
+
+    Args:
+        work: The model's work, or a file that `WorkGraph.to_json` wrote.
+        rows: Rows of a step, those of all replicas.
+        ranks: Number of ranks, those of all replicas.
+        devices_per_rank: Devices of each rank; 1 if only ranks are given.
+        devices: Devices in all, in place of ranks times devices per rank.
+        device: A known device's name, a file with its figures, or the figures.
+        memory_bytes: Memory of a device, None for all that it has.
+        reserve: Share of it that is left free.
+        network: Links between ranks; None for the link between devices of a rank.
+        optimizer: "sgd", "momentum" or "adamw", or bytes of state for a parameter's
+            byte.
+        replicas: Numbers of pipelines to try.
+        microbatches: Numbers of microbatches to try.
+        schedules: Orders of actions to try: 1f1b, zb1p, dag, gpipe, interleaved, zbv.
+        stages_per_rank: Numbers of stages on a rank to try for interleaved.
+        sharding: Presets to try inside a rank: dp, fsdp, tp.
+        meshes: Sizes of the axes data and model to try.
+        remat: What stages may choose, none or full.
+        planner: "full", or one to compare with: spp, pipedream or graphpipe.
+        has_own_inputs: Whether stages take the model's inputs on their own rank, in
+            place of from the first stage.
+        compare: Whether to run the other planners, too.
+
+    Raises:
+        ValueError: An argument is at fault, or nothing fits; the text says what to
+            change.
+    """
+    graph = work if isinstance(work, WorkGraph) else WorkGraph.from_json(Path(work))
+    spec = DeviceSpec.named(device) if isinstance(device, str) else device
+    per_rank = devices_per_rank
+    if per_rank is None and devices is None:
+        per_rank = 1
+    total = _total(ranks, per_rank, devices)
+    request = Request(
+        rows=rows,
+        num_ranks=ranks,
+        devices_per_rank=per_rank,
+        replicas=None if replicas is None else tuple(replicas),
+        microbatches=None if microbatches is None else tuple(microbatches),
+        stages_per_rank=tuple(stages_per_rank),
+        presets=tuple(sharding),
+        meshes=None if meshes is None else tuple(meshes),
+        remat=tuple(remat),
+        planner=planner,
+        **({} if schedules is None else {"schedules": tuple(schedules)}),
+    )
+    cluster = Cluster(
+        device=spec,
+        num_devices=total,
+        memory_bytes=memory_bytes,
+        reserve=reserve,
+        network=network or link_between_ranks(spec),
+    )
+    evaluator = Evaluator(
+        table=WorkTable(graph),
+        cluster=cluster,
+        optimizer_bytes=_optimizer_bytes(optimizer),
+        has_own_inputs=has_own_inputs,
+    )
+    return planned(request, _of(planner, evaluator), compare=compare)
+
+
+def planned(
+    request: Request, evaluator: Evaluator, *, compare: bool = False
+) -> PipelinePlan:
+    """Search for the best plan, and for those in which one choice differs.
+
+    Args:
+        request: What is asked.
+        evaluator: What evaluates cuts.
+        compare: Whether to run the other planners, too.
+
+    Raises:
+        ValueError: Nothing fits, or no setting is possible.
+    """
+    result = search(request, evaluator)
+    if not result.best or not best_of(result).fits:
+        raise ValueError(nothing_fits(request, evaluator, result))
+    while True:
+        best = best_of(result)
+        others = [*other_plans(request, evaluator, best)]
+        better = [e for _, e, _ in others if e.sort_key < best.sort_key]
+        if not better:
+            break
+        # Moves begin from a few cuts only; a comparison may come to a better one.
+        for evaluation in better:
+            result.add(evaluation)
+    alternatives = tuple(alternative_of(*other) for other in others)
+    baselines: dict[str, float] = {}
+    for name in _BASELINES if compare else ():
+        found = search(replace(request, planner=name), _of(name, evaluator))
+        if found.best and best_of(found).fits:
+            baselines[name] = best_of(found).step_s
+    plan = plan_of(request, evaluator, result, alternatives, baselines)
+    if faults := faults_in(plan, evaluator.table.graph):
+        text = "\n".join(faults)
+        raise RuntimeError(f"make_plan: expected a sound plan, got:\n{text}")
+    return plan
+
+
+def _of(planner: PlannerName, evaluator: Evaluator) -> Evaluator:
+    """Return what evaluates a planner's cuts: two of them know chains alone."""
+    return replace(evaluator, has_chain=planner in ("spp", "pipedream"))
+
+
+def _total(ranks: int | None, per_rank: int | None, devices: int | None) -> int:
+    if devices is not None:
+        return devices
+    if ranks is None or per_rank is None:
+        raise ValueError(
+            "plan: expected ranks (and devices per rank), or devices, got neither. "
+            "Give e.g. ranks=8, devices_per_rank=4, or devices=32."
+        )
+    return ranks * per_rank
+
+
+def _optimizer_bytes(optimizer: str | float) -> float:
+    """Return bytes of state for each byte of parameters."""
+    if isinstance(optimizer, str) and optimizer in OPTIMIZERS:
+        return OPTIMIZERS[optimizer]
+    try:
+        found = float(optimizer)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise ValueError(
+            f"optimizer: expected one of {', '.join(OPTIMIZERS)}, or bytes of state "
+            f"for a parameter's byte, got {optimizer!r}. AdamW has 2."
+        )
+    return found

@@ -1,0 +1,190 @@
+"""A plan as the command prints it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Protocol
+
+from torch_xla_pp.planner.plan_values import (
+    Alternative,
+    CostSource,
+    PlannedBatch,
+    PlannedModel,
+    PlannedRank,
+    PlannedSchedule,
+    PlannedStage,
+    Prediction,
+)
+from torch_xla_pp.text import bytes_text, seconds_text, table
+
+
+class ReportedPlan(Protocol):
+    """What a report tells of a `PipelinePlan`, with the same names."""
+
+    @property
+    def model(self) -> PlannedModel: ...  # noqa: D102
+    @property
+    def batch(self) -> PlannedBatch: ...  # noqa: D102
+    @property
+    def stages(self) -> tuple[PlannedStage, ...]: ...  # noqa: D102
+    @property
+    def ranks(self) -> tuple[PlannedRank, ...]: ...  # noqa: D102
+    @property
+    def schedule(self) -> PlannedSchedule: ...  # noqa: D102
+    @property
+    def predicted(self) -> Prediction: ...  # noqa: D102
+    @property
+    def costs(self) -> CostSource: ...  # noqa: D102
+    @property
+    def reasons(self) -> tuple[str, ...]: ...  # noqa: D102
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]: ...  # noqa: D102
+    @property
+    def baselines(self) -> Mapping[str, float]: ...  # noqa: D102
+    @property
+    def stage_of(self) -> Mapping[str, int]: ...  # noqa: D102
+
+
+def report_of(plan: ReportedPlan) -> str:
+    """Return a plan's step, its stages, why it is so, and what else there is."""
+    lines = [headline_of(plan), "", *_stage_lines(plan), "", *_rank_lines(plan), ""]
+    lines += [f"why    {reason}" for reason in plan.reasons]
+    if plan.alternatives:
+        lines += ["", *_alternative_lines(plan)]
+    if plan.baselines:
+        texts = (f"{n} {seconds_text(s)}" for n, s in sorted(plan.baselines.items()))
+        lines += ["", f"other planners: {', '.join(texts)}"]
+    lines += [f"warning: {text}" for text in plan.costs.warnings]
+    return "\n".join(lines)
+
+
+def headline_of(plan: ReportedPlan) -> str:
+    """Return one line of a plan's choices."""
+    predicted, batch, rank = plan.predicted, plan.batch, plan.ranks[0]
+    replicas = f", {batch.replicas} replicas" if batch.replicas > 1 else ""
+    return (
+        f"step {seconds_text(predicted.step_s)} ({predicted.rows_per_s:,.0f} rows/s), "
+        f"{len(plan.ranks)} ranks x {rank.devices} {rank.device}{replicas}, "
+        f"{batch.microbatches} microbatches of {batch.rows_per_microbatch} rows, "
+        f"{plan.schedule.name}, bubble {100 * predicted.bubble:.1f} %, costs: "
+        f"{plan.costs.source}"
+    )
+
+
+def differences(plan: ReportedPlan, other: ReportedPlan) -> str:
+    """Say what two plans choose differently, and what that changes."""
+    mine, theirs = _facts(plan), _facts(other)
+    rows = [
+        [name, mine[name], theirs[name]]
+        for name in mine
+        if mine[name] != theirs.get(name)
+    ]
+    moved = [op for op, stage in plan.stage_of.items() if op in other.stage_of]
+    moved = [op for op in moved if plan.stage_of[op] != other.stage_of[op]]
+    lines = table(["differs", "this", "against"], rows) if rows else ["no difference"]
+    if moved:
+        more = ", ..." if len(moved) > 5 else ""
+        lines.append(
+            f"{len(moved)} operations in another stage: {', '.join(moved[:5])}{more}"
+        )
+    return "\n".join(lines)
+
+
+def _facts(plan: ReportedPlan) -> dict[str, str]:
+    batch, predicted = plan.batch, plan.predicted
+    return {
+        "model": plan.model.digest,
+        "step": seconds_text(predicted.step_s),
+        "bubble": f"{100 * predicted.bubble:.1f} %",
+        "memory": bytes_text(max(rank.bytes.total for rank in predicted.ranks)),
+        "ranks": str(len(plan.ranks)),
+        "stages": str(len(plan.stages)),
+        "depth": str(predicted.depth),
+        "replicas": str(batch.replicas),
+        "microbatches": f"{batch.microbatches} of {batch.rows_per_microbatch}",
+        "schedule": plan.schedule.name,
+        "mesh": _mesh_text(plan),
+        "remat": ",".join(stage.remat for stage in plan.stages),
+    }
+
+
+def _mesh_text(plan: ReportedPlan) -> str:
+    mesh = plan.ranks[0].mesh
+    sizes = " x ".join(f"{axis} {size}" for axis, size in sorted(mesh.items()))
+    return f"{sizes} ({' + '.join(plan.ranks[0].rules)})" if sizes else "1 device"
+
+
+def _stage_lines(plan: ReportedPlan) -> list[str]:
+    rows = [
+        [
+            str(number),
+            str(stage.rank),
+            str(len(stage.ops)),
+            stage.remat,
+            _shortened(stage.modules),
+        ]
+        for number, stage in enumerate(plan.stages)
+    ]
+    return table(["stage", "rank", "ops", "remat", "modules"], rows)
+
+
+def _rank_lines(plan: ReportedPlan) -> list[str]:
+    rows = []
+    for number, rank in enumerate(plan.predicted.ranks):
+        held, step_s = rank.bytes, plan.predicted.step_s
+        share = f"{100 * rank.busy_s / step_s:.1f} %" if step_s else "-"
+        rest = held.total - held.state - held.saved
+        parts = [held.total, held.state, held.saved, rest]
+        capacity = bytes_text(plan.ranks[number].capacity_bytes)
+        rows.append(
+            [str(number), share, str(rank.live), *map(bytes_text, parts), capacity]
+        )
+    header = ["rank", "busy", "live", "memory", "state", "saved", "other", "of"]
+    return [f"mesh of a rank: {_mesh_text(plan)}", *table(header, rows)]
+
+
+def _alternative_lines(plan: ReportedPlan) -> list[str]:
+    rows = [
+        [
+            other.label,
+            other.change,
+            seconds_text(other.step_s),
+            bytes_text(other.peak_bytes),
+            "yes" if other.fits else "no",
+        ]
+        for other in plan.alternatives
+    ]
+    return table(["other", "change", "step", "memory", "fits"], rows)
+
+
+def _shortened(modules: Sequence[str]) -> str:
+    """Write paths, runs of numbered ones as layers.0..5."""
+    parts = []
+    for (head, tail), group in groupby(modules, _around_number):
+        numbers = [_number(path) for path in group]
+        if head is None:
+            parts += [path for path in numbers if path]
+        elif len(numbers) == 1 or numbers[0] == numbers[-1]:
+            parts.append(f"{head}.{numbers[0]}{tail}")
+        else:
+            parts.append(f"{head}.{numbers[0]}..{numbers[-1]}")
+    found = ", ".join(dict.fromkeys(parts))
+    return found if len(found) <= 60 else f"{found[:57]}..."
+
+
+def _around_number(path: str) -> tuple[str | None, str]:
+    """Return what is before the first number of a path; the rest is left out."""
+    before = [*_before_number(path.split("."))]
+    return (".".join(before), "") if len(before) < path.count(".") + 1 else (None, path)
+
+
+def _number(path: str) -> str:
+    words = path.split(".")
+    before = [*_before_number(words)]
+    return words[len(before)] if len(before) < len(words) else path
+
+
+def _before_number(words: Sequence[str]) -> Iterator[str]:
+    for word in words:
+        if word.isdigit():
+            return
+        yield word

@@ -1,0 +1,335 @@
+"""Search for the plan with the shortest step that fits.
+
+All settings are tried in the order of an estimate: a step of perfectly balanced stages.
+For each, orders of works are cut into runs, and branches into stages of their own; what
+is found is evaluated with its true edges. The best cuts are then improved by moves.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from torch_xla_pp.planner.branch_search import BranchCuts, BranchTables, absorbed
+from torch_xla_pp.planner.evaluation import (
+    Cut,
+    Evaluation,
+    Evaluator,
+    Setting,
+    renumbered,
+)
+from torch_xla_pp.planner.linear_orders import Order, linear_orders
+from torch_xla_pp.planner.moves import estimated_s, improved
+from torch_xla_pp.planner.orders import SPLIT
+from torch_xla_pp.planner.runs_search import Division, OrderRuns, RunTables, cut_runs
+from torch_xla_pp.planner.settings import Request, settings_for
+from torch_xla_pp.planner.work_tree import WorkTree, tree_of
+
+_SLACK = 1.1
+_FEW_STAGES = 8
+_NUM_STARTS = 8
+_STARTS_OF_SETTING = 6
+
+
+@dataclass(kw_only=True, eq=False)
+class SearchResult:
+    """What a search has come to.
+
+    Args:
+        best: The best evaluation of each setting that was tried.
+        starts: The best evaluations of all, from which moves begin.
+        num_settings: Number of settings that there are.
+        num_pruned: How many of them were not tried.
+        num_evaluated: Number of cuts that were evaluated.
+    """
+
+    best: dict[Setting, Evaluation] = field(default_factory=dict)
+    starts: list[Evaluation] = field(default_factory=list)
+    num_settings: int = 0
+    num_pruned: int = 0
+    num_evaluated: int = 0
+
+    @property
+    def ranking(self) -> list[Evaluation]:
+        """The best of each setting, the best of all first."""
+        return sorted(self.best.values(), key=lambda found: found.sort_key)
+
+    def add(self, found: Evaluation) -> None:
+        """Note an evaluation."""
+        self.num_evaluated += 1
+        self.starts.append(found)
+        if len(self.starts) > 4 * _NUM_STARTS:
+            self._keep_best_starts()
+        old = self.best.get(found.cut.setting)
+        if old is None or found.sort_key < old.sort_key:
+            self.best[found.cut.setting] = found
+
+    def take_starts(self) -> list[Evaluation]:
+        """Return where moves begin; they are not kept."""
+        self._keep_best_starts()
+        taken, self.starts = self.starts, []
+        return taken
+
+    def _keep_best_starts(self) -> None:
+        counts: Counter[Setting] = Counter()
+        kept = []
+        for start in sorted(self.starts, key=lambda e: e.sort_key):
+            counts[start.cut.setting] += 1
+            if counts[start.cut.setting] <= _STARTS_OF_SETTING:
+                kept.append(start)
+        self.starts = kept[:_NUM_STARTS]
+
+
+def search(
+    request: Request,
+    evaluator: Evaluator,
+    allowed: Callable[[Setting], bool] = lambda setting: True,
+) -> SearchResult:
+    """Return the best cuts of all settings that may be the best.
+
+    Args:
+        request: What is asked.
+        evaluator: What evaluates cuts.
+        allowed: Which of the settings to try.
+
+    Raises:
+        ValueError: No setting is possible.
+    """
+    cutter = _Cutter(request, evaluator)
+    settings = [*filter(allowed, settings_for(request, evaluator))]
+    settings.sort(key=lambda setting: (cutter.balanced_s(setting), setting.rows))
+    found = SearchResult(num_settings=len(settings))
+    limit_s = np.inf
+    for setting in settings:
+        if cutter.balanced_s(setting) > _SLACK * limit_s or (
+            limit_s < np.inf and not cutter.may_fit(setting)
+        ):
+            found.num_pruned += 1
+            continue
+        for cut in cutter.cuts(setting):
+            # It is within a few percent of the step.
+            if estimated_s(evaluator, cut) > _SLACK * limit_s:
+                continue
+            evaluation = evaluator.evaluate(cut)
+            found.add(evaluation)
+            if evaluation.fits:
+                limit_s = min(limit_s, evaluation.step_s)
+    if request.planner == "full":
+        for start in found.take_starts():
+            found.add(improved(evaluator, start, request.remat))
+    return found
+
+
+class _Cutter:
+    """Cuts of a model for one setting after another; keeps what they share."""
+
+    def __init__(self, request: Request, evaluator: Evaluator) -> None:
+        self._request = request
+        self._evaluator = evaluator
+        own, kept = request.remat, evaluator.tables
+        self._divisions: dict[object, list[Division | None]] = kept(("cuts", own))
+        self._tables: dict[object, RunTables] = kept(("runs", own))
+        self._branches: dict[object, BranchTables] = kept(("branches", own))
+        self._grown: dict[object, list[Division]] = kept(("grown", own))
+        self._runs: dict[object, OrderRuns] = kept("orders' runs")
+        self._trees: dict[object, WorkTree] = kept("trees")
+        self._orders: dict[object, tuple[Order, ...]] = kept("orders")
+        self._sums: dict[object, tuple[float, float, float, float]] = kept("sums")
+
+    def balanced_s(self, setting: Setting) -> float:
+        """Estimate a step of stages that all take equally long."""
+        total, path, late, final = self._totals(setting)
+        ranks, per_rank = setting.num_ranks, setting.stages_per_rank
+        action_s = self._evaluator.cluster.device.action_s
+        load = total / ranks + 2 * per_rank * action_s
+        fill = max(0.0, path - total / ranks) * (1 - 1 / ranks)
+        if setting.schedule in SPLIT:
+            fill *= max(0.0, 1 - 2 * late / total) if total else 0.0
+        if setting.schedule == "zbv":
+            fill /= 2
+        return setting.num_microbatches * load + fill / per_rank + final / ranks
+
+    def may_fit(self, setting: Setting) -> bool:
+        """Tell if the state of all stages is not more than all ranks have."""
+        works = self._evaluator.works(setting.strategy, setting.rows)
+        state = works.parameter_bytes.sum() * (2 + works.optimizer_bytes)
+        capacity = self._evaluator.cluster.capacity_bytes * setting.num_ranks
+        return bool(state <= capacity)
+
+    def cuts(self, setting: Setting) -> Iterator[Cut]:
+        """Yield cuts that may be good for a setting."""
+        edges = self._evaluator.table.graph.edges
+        seen = set()
+        for division in self._found(setting):
+            numbers = renumbered(division.stages, edges)
+            if numbers is None:
+                continue
+            places = dict(zip(numbers, division.stages, strict=True))
+            remat = tuple(division.remat[places[n]] for n in range(len(places)))
+            cut = Cut(setting=setting, stages=numbers, remat=remat)
+            if (cut.stages, cut.remat) not in seen:
+                seen.add((cut.stages, cut.remat))
+                yield cut
+
+    def _found(self, setting: Setting) -> Iterator[Division]:
+        count = setting.num_stages
+        planner = self._request.planner
+        lives = self._lives(setting)
+        capacity = self._evaluator.cluster.capacity_bytes / setting.stages_per_rank
+        if planner in ("full", "spp", "pipedream"):
+            if planner == "pipedream":
+                capacity = np.inf
+            for order in self._orders_of(setting):
+                if planner != "full" and order != tuple(range(len(order))):
+                    continue
+                # Where memory binds, moves begin from what holds least, too.
+                bounds = [capacity, None] if np.isfinite(capacity) else [capacity]
+                for bound in bounds:
+                    found = self._divided(setting, order, lives, bound)
+                    division = found[count - 1] if len(found) >= count else None
+                    if division is not None:
+                        yield division
+                        if count > _FEW_STAGES:
+                            break
+                    if self._has_room(setting, order, lives, capacity):
+                        break
+        if planner in ("full", "graphpipe") and setting.stages_per_rank == 1:
+            yield from self._branched(setting, lives, capacity)
+
+    def _divided(
+        self,
+        setting: Setting,
+        order: Order,
+        lives: tuple[float, ...],
+        capacity: float | None,
+    ) -> list[Division | None]:
+        """Cut an order; what serves several settings is kept."""
+        remat = self._request.remat
+        key = setting.strategy, setting.rows, order
+        if key not in self._tables:
+            works = self._evaluator.works(setting.strategy, setting.rows)
+            self._tables[key] = RunTables(self._runs_of(order), works, remat)
+        whole = key, lives, capacity
+        if whole not in self._divisions:
+            self._divisions[whole] = cut_runs(self._tables[key], lives, capacity)
+        return self._divisions[whole]
+
+    def _has_room(
+        self,
+        setting: Setting,
+        order: Order,
+        lives: tuple[float, ...],
+        capacity: float,
+    ) -> bool:
+        """Tell if memory rules out no run of an order."""
+        tables = self._tables[setting.strategy, setting.rows, order]
+        return tables.fits(max(lives), capacity)
+
+    def _branched(
+        self, setting: Setting, lives: tuple[float, ...], capacity: float
+    ) -> Iterator[Division]:
+        """Cut the tree of works; what serves several settings is kept."""
+        tree = self._tree_of(setting)
+        if not tree.has_branches and self._request.planner == "full":
+            return
+        key = setting.strategy, setting.rows
+        if key not in self._branches:
+            works = self._evaluator.works(setting.strategy, setting.rows)
+            runs = self._runs_of(tree.works)
+            tables = BranchTables(tree, runs, works, self._request.remat)
+            self._branches[key] = tables
+        # What fits with all that may be live has the same stages as if less were.
+        if self._branches[key].runs.fits(max(lives) + 1, capacity):
+            lives, capacity = (1.0,) * len(lives), np.inf
+        whole = key, setting.num_ranks, lives, capacity
+        if whole not in self._grown:
+            self._grown[whole] = self._grow(setting, key, lives, capacity)
+        yield from self._grown[whole]
+
+    def _grow(
+        self, setting: Setting, key: object, lives: tuple[float, ...], capacity: float
+    ) -> list[Division]:
+        """Cut the tree, also with a stage too many, two of which are joined."""
+        count, has_branches = setting.num_ranks, self._tree_of(setting).has_branches
+        lives = (*lives, lives[-1] + 1)
+        tables = self._branches[key]
+        cuts = BranchCuts(tables, count + has_branches, lives, capacity)
+        found = cuts.divisions(count)
+        if has_branches:
+            loads = self._weights(setting)
+            edges = self._evaluator.table.graph.edges
+            for division in cuts.divisions(count + 1):
+                found += absorbed(division, edges, loads)
+        return found
+
+    def _runs_of(self, order: Order) -> OrderRuns:
+        if order not in self._runs:
+            self._runs[order] = OrderRuns(order, self._evaluator.table)
+        return self._runs[order]
+
+    def _tree_of(self, setting: Setting) -> WorkTree:
+        key = setting.strategy
+        if key not in self._trees:
+            ancestors = self._evaluator.table.graph.ancestors
+            self._trees[key] = tree_of(ancestors, self._weights(setting))
+        return self._trees[key]
+
+    def _weights(self, setting: Setting) -> list[float]:
+        """Return what each work takes."""
+        works = self._evaluator.works(setting.strategy, setting.rows)
+        forward, inputs, weights = works.seconds
+        found: list[float] = (forward + inputs + weights).tolist()
+        return found
+
+    def _lives(self, setting: Setting) -> tuple[float, ...]:
+        """Return what is live with 1, 2, … stages to the end."""
+        stages, count = setting.num_stages, setting.num_microbatches
+        ranks, per_rank = setting.num_ranks, setting.stages_per_rank
+        if setting.schedule in ("1f1b", "dag"):
+            return tuple(float(min(f, count)) for f in range(1, stages + 1))
+        live = {
+            "gpipe": float(count),
+            "zb1p": float(ranks),
+            "zbv": float(ranks),
+            "interleaved": ((per_rank - 1) * ranks + 2 * ranks) / per_rank,
+        }[setting.schedule]
+        return (min(live, float(count)),) * stages
+
+    def _orders_of(self, setting: Setting) -> tuple[Order, ...]:
+        key = setting.strategy
+        if key not in self._orders:
+            edges = self._evaluator.table.graph.edges
+            self._orders[key] = linear_orders(edges, self._weights(setting))
+        return self._orders[key]
+
+    def _totals(self, setting: Setting) -> tuple[float, float, float, float]:
+        """Return seconds of all works, of the longest path, of W, and at the end."""
+        key = setting.strategy, setting.rows, setting.replicas
+        if key not in self._sums:
+            works = self._evaluator.works(setting.strategy, setting.rows)
+            forward, inputs, weights = works.seconds
+            loads = (forward + inputs + weights).tolist()
+            longest = loads[:]
+            for producer, consumer in self._evaluator.table.graph.edges:
+                through = longest[producer] + loads[consumer]
+                longest[consumer] = max(longest[consumer], through)
+            final = works.gradient_sum_s(setting.replicas) + works.optimizer_s
+            self._sums[key] = (
+                sum(loads),
+                max(longest),
+                float(weights.sum()),
+                float(final.sum()),
+            )
+        return self._sums[key]
+
+
+def balanced_seconds(evaluator: Evaluator, setting: Setting) -> float:
+    """Estimate a step of stages that all take equally long."""
+    request = Request(rows=setting.rows)
+    return _Cutter(request, evaluator).balanced_s(setting)
+
+
+def best_of(found: SearchResult) -> Evaluation:
+    """Return the best evaluation, whether it fits or not."""
+    return found.ranking[0]

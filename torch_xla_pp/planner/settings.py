@@ -1,0 +1,220 @@
+"""What a plan may choose besides the stages, and in which order to try it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch_xla_pp.planner.evaluation import Evaluator, Setting
+from torch_xla_pp.planner.orders import MULTI, SCHEDULES
+from torch_xla_pp.planner.strategies import PRESETS, Strategy, strategies_for
+
+PlannerName = Literal["full", "spp", "graphpipe", "pipedream"]
+PLANNERS: tuple[PlannerName, ...] = get_args(PlannerName)
+_MOST_ACTIONS = 60_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What is asked of a plan; None leaves a choice to the planner.
+
+    Args:
+        rows: Rows of a step, those of all replicas.
+        num_ranks: Ranks of all replicas.
+        devices_per_rank: Devices of each rank.
+        replicas: Numbers of replicas to try.
+        microbatches: Numbers of microbatches to try.
+        stages_per_rank: Numbers of stages to try where a schedule takes several.
+        schedules: Orders of actions to try.
+        presets: Ways to share a rank's work to try.
+        meshes: Sizes of the axes data and model to try.
+        remat: What stages may choose.
+        planner: Which search: "full", or one of those that it is compared with.
+
+    Raises:
+        ValueError: A name is unknown or a count below one; all are told.
+    """
+
+    rows: int
+    num_ranks: int | None = None
+    devices_per_rank: int | None = None
+    replicas: tuple[int, ...] | None = None
+    microbatches: tuple[int, ...] | None = None
+    stages_per_rank: tuple[int, ...] = (2,)
+    schedules: tuple[str, ...] = ("1f1b", "zb1p", "dag", "interleaved", "zbv")
+    presets: tuple[str, ...] = PRESETS
+    meshes: tuple[tuple[int, int], ...] | None = None
+    remat: tuple[str, ...] = ("none", "full")
+    planner: PlannerName = "full"
+
+    def __post_init__(self) -> None:
+        faults = []
+        for what, names, known in (
+            ("schedules", self.schedules, SCHEDULES),
+            ("sharding", self.presets, PRESETS),
+            ("remat", self.remat, ("none", "full")),
+            ("planner", (self.planner,), PLANNERS),
+        ):
+            unknown = [name for name in names if name not in known]
+            if unknown or not names:
+                got = ", ".join(unknown) or "none"
+                faults.append(f"{what}: expected some of {', '.join(known)}, got {got}")
+        counts = {
+            "rows": (self.rows,),
+            "ranks": (self.num_ranks,),
+            "devices per rank": (self.devices_per_rank,),
+            "replicas": self.replicas or (),
+            "microbatches": self.microbatches or (),
+            "stages per rank": self.stages_per_rank,
+        }
+        faults += [
+            f"{name}: expected counts of at least 1, got {count}"
+            for name, given in counts.items()
+            for count in given
+            if count is not None and count < 1
+        ]
+        if faults:
+            raise ValueError("\n".join(f"plan, {f}. Correct it." for f in faults))
+
+
+def settings_for(request: Request, evaluator: Evaluator) -> list[Setting]:
+    """Return all settings that are allowed and take the devices of the cluster.
+
+    Raises:
+        ValueError: There are none; the text says why.
+    """
+    found = [*_settings(request, evaluator)]
+    if not found:
+        raise ValueError(_why_none(request, evaluator))
+    return found
+
+
+def _settings(request: Request, evaluator: Evaluator) -> Iterator[Setting]:
+    is_chain = _is_chain(evaluator)
+    for num_ranks, replicas, per_rank in _shapes(request, evaluator):
+        for strategy in strategies_for(per_rank, request.presets):
+            mesh = strategy.data, strategy.model
+            if request.meshes is not None and mesh not in request.meshes:
+                continue
+            for rows, count in _row_counts(request, replicas, num_ranks, strategy):
+                for name, stages in _families(request, is_chain):
+                    setting = Setting(
+                        num_ranks=num_ranks,
+                        replicas=replicas,
+                        strategy=strategy,
+                        rows=rows,
+                        num_microbatches=count,
+                        schedule=name,
+                        stages_per_rank=stages,
+                    )
+                    if _is_possible(setting, evaluator.table.num_works):
+                        yield setting
+
+
+def _shapes(request: Request, evaluator: Evaluator) -> Iterator[tuple[int, int, int]]:
+    """Yield ranks of a pipeline, replicas and devices of a rank."""
+    total = evaluator.cluster.num_devices
+    for per_rank in _divisors(total):
+        if request.devices_per_rank not in (None, per_rank):
+            continue
+        ranks = total // per_rank
+        if request.num_ranks not in (None, ranks):
+            continue
+        for replicas in _divisors(ranks):
+            if request.replicas is None or replicas in request.replicas:
+                yield ranks // replicas, replicas, per_rank
+
+
+def _row_counts(
+    request: Request, replicas: int, num_ranks: int, strategy: Strategy
+) -> Iterator[tuple[int, int]]:
+    """Yield rows of a microbatch and numbers of microbatches."""
+    own, rest = divmod(request.rows, replicas)
+    if rest:
+        return
+    for count in _divisors(own):
+        rows = own // count
+        if rows % strategy.data:
+            continue
+        if request.microbatches is not None and count not in request.microbatches:
+            continue
+        if request.microbatches is None and not _is_sensible(count, num_ranks, own):
+            continue
+        yield rows, count
+
+
+def _is_sensible(count: int, num_ranks: int, own_rows: int) -> bool:
+    """Tell if so many microbatches are worth trying: neither a few nor very many."""
+    return min(num_ranks, own_rows) <= count <= max(64, 16 * num_ranks)
+
+
+def _families(request: Request, is_chain: bool) -> Iterator[tuple[str, int]]:
+    """Yield schedules with their stages on a rank."""
+    for name in request.schedules:
+        if name == "zbv":
+            yield name, 2
+        elif name in MULTI:
+            for stages in request.stages_per_rank:
+                if stages > 1:
+                    yield name, stages
+        # On a chain it is the same as 1F1B.
+        elif name != "dag" or not is_chain or "1f1b" not in request.schedules:
+            yield name, 1
+
+
+def _is_possible(setting: Setting, num_works: int) -> bool:
+    count, ranks = setting.num_microbatches, setting.num_ranks
+    if ranks == 1 and setting.schedule not in ("1f1b", "gpipe"):
+        return False
+    if setting.num_stages > num_works:
+        return False
+    if setting.schedule == "interleaved" and count % max(1, count // ranks):
+        return False
+    if setting.schedule == "zbv" and count < 2 * ranks - 1:
+        return False
+    return 3 * count * setting.num_stages <= _MOST_ACTIONS
+
+
+def _is_chain(evaluator: Evaluator) -> bool:
+    """Tell if no two works could run at the same time."""
+    ancestors = evaluator.table.graph.ancestors
+    return all(found == (1 << place) - 1 for place, found in enumerate(ancestors))
+
+
+def _why_none(request: Request, evaluator: Evaluator) -> str:
+    """Say which numbers do not go together, and which near ones do."""
+    total = evaluator.cluster.num_devices
+    if not [*_shapes(request, evaluator)]:
+        return (
+            f"plan: expected ranks, devices per rank and replicas that make {total} "
+            f"devices, got ranks {request.num_ranks}, devices per rank "
+            f"{request.devices_per_rank}, replicas {request.replicas}. Divisors of "
+            f"{total} are {', '.join(map(str, _divisors(total)))}."
+        )
+    works = evaluator.table.num_works
+    shapes = [*_shapes(request, evaluator)]
+    divided = [ranks for ranks, r, _ in shapes if not request.rows % r]
+    least = min(divided, default=0)
+    if least > works:
+        return (
+            f"plan: expected at most {works} ranks in a pipeline, as the model has so "
+            f"many works, got {least}. Take fewer ranks, or more replicas or devices "
+            "per rank."
+        )
+    own = sorted({request.rows // r for _, r, _ in shapes if not request.rows % r})
+    numbers = sorted({d for rows in own for d in _divisors(rows)})
+    return (
+        f"plan: expected {request.rows} rows that replicas {_listed(shapes, 1)}, "
+        f"microbatches {request.microbatches or 'of any number'} and the devices that "
+        f"split a batch (up to {max(n for _, _, n in shapes)}) divide, and schedules "
+        f"{', '.join(request.schedules)} that take them, got no setting that does. "
+        "Numbers of microbatches that divide the rows of a replica are "
+        f"{', '.join(map(str, numbers)) or 'none'}; change the rows, or allow more."
+    )
+
+
+def _listed(shapes: list[tuple[int, int, int]], item: int) -> str:
+    return ", ".join(map(str, sorted({shape[item] for shape in shapes})))
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if not number % d]

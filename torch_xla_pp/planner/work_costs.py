@@ -1,0 +1,283 @@
+"""What each work of a model takes and keeps on one device, under one strategy.
+
+Times are a roofline: the larger one of FLOPs over what the device reaches of its peak
+and of bytes over the bandwidth of its memory; collectives come on top. What a stage
+takes is the sum over its works, and what starting a program takes.
+
+Source of the roofline: Williams, Waterman and Patterson, "Roofline: An Insightful
+Visual Performance Model for Multicore Architectures", CACM 2009.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_xla_pp.planner.devices import Cluster
+from torch_xla_pp.planner.strategies import Strategy, ring_s
+from torch_xla_pp.work import Cost, Work, WorkGraph
+
+Array = NDArray[np.float64]
+
+# Bytes of the optimizer's state for each byte of parameters.
+OPTIMIZERS: Mapping[str, float] = {"sgd": 0.0, "momentum": 1.0, "adamw": 2.0}
+
+
+@dataclass(frozen=True, eq=False)
+class WorkTable:
+    """The numbers of a work graph as arrays, one item for each work or value.
+
+    Args:
+        graph: The works.
+    """
+
+    graph: WorkGraph
+    _split: dict[int, Array] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def num_works(self) -> int:
+        """Number of works."""
+        return len(self.graph.works)
+
+    @cached_property
+    def costs(self) -> tuple[Array, Array, Array]:
+        """FLOPs and bytes, per row and fixed, of F, I and W: (works, 4) each."""
+        kinds: tuple[Callable[[Work], Cost], ...] = (
+            lambda work: work.forward,
+            lambda work: work.backward_input,
+            lambda work: work.backward_weight,
+        )
+        forward, backward_input, backward_weight = (
+            np.array([_numbers(of(work)) for work in self.graph.works]) for of in kinds
+        )
+        return forward, backward_input, backward_weight
+
+    def saved(self, remat: str, rows: float) -> Array:
+        """Return what each work keeps for its backward."""
+        return np.array([w.saved[remat].of(rows) for w in self.graph.works])
+
+    @cached_property
+    def passed_per_row(self) -> Array:
+        """Bytes that each work keeps from I to W for each row."""
+        return np.array([work.passed_bytes_per_row for work in self.graph.works])
+
+    @cached_property
+    def parameter_bytes(self) -> Array:
+        """Bytes of the parameters of each work."""
+        works = self.graph.works
+        return np.array([float(sum(p.bytes for p in w.parameters)) for w in works])
+
+    def split_bytes(self, model: int) -> Array:
+        """Return for each work the bytes of what `model` devices can split."""
+        if model not in self._split:
+            self._split[model] = np.array(
+                [
+                    float(sum(p.bytes for p in w.parameters if _splits(p.shape, model)))
+                    for w in self.graph.works
+                ]
+            )
+        return self._split[model]
+
+    @cached_property
+    def value_sizes(self) -> Array:
+        """Bytes per row and fixed of each value: (values, 2)."""
+        sizes = [(v.bytes_per_row, v.bytes) for v in self.graph.values]
+        return np.array(sizes, dtype=float).reshape(-1, 2)
+
+    @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        """Places of the users of each value."""
+        index = self.graph.index
+        return tuple(tuple(index[u] for u in v.users) for v in self.graph.values)
+
+    @cached_property
+    def keepers(self) -> tuple[tuple[int, ...], ...]:
+        """Places of the works that keep each value."""
+        index = self.graph.index
+        return tuple(tuple(index[u] for u in v.kept_by) for v in self.graph.values)
+
+    @cached_property
+    def producers(self) -> tuple[int, ...]:
+        """Place of the producer of each value, -1 for an input of the model."""
+        index = self.graph.index
+        return tuple(
+            -1 if v.producer is None else index[v.producer] for v in self.graph.values
+        )
+
+    @cached_property
+    def ties(self) -> Mapping[str, tuple[tuple[int, int], ...]]:
+        """Name of each tied group → place of each work that uses it, and its bytes."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for place, work in enumerate(self.graph.works):
+            for parameter in work.parameters:
+                if parameter.tied is not None:
+                    entry = found.setdefault(parameter.tied, [])
+                    entry.append((place, parameter.bytes))
+        return {name: tuple(uses) for name, uses in found.items() if len(uses) > 1}
+
+
+@dataclass(frozen=True, eq=False)
+class WorkCosts:
+    """What works take and keep on one device.
+
+    Args:
+        table: The works.
+        cluster: The devices.
+        strategy: How a rank's devices share the works.
+        rows: Rows of a microbatch, those of all devices of a rank.
+        optimizer_bytes: Bytes of the optimizer's state for a byte of parameters.
+    """
+
+    table: WorkTable
+    cluster: Cluster
+    strategy: Strategy
+    rows: int
+    optimizer_bytes: float
+
+    @cached_property
+    def device_rows(self) -> float:
+        """Rows of a microbatch on one device."""
+        return self.rows / self.strategy.data
+
+    @cached_property
+    def is_split(self) -> NDArray[np.bool_]:
+        """Whether each work is split over the axis `model`."""
+        model = self.strategy.model
+        return (self.table.split_bytes(model) > 0) & (model > 1)
+
+    @cached_property
+    def share(self) -> Array:
+        """Share of each work that one device of the axis `model` does."""
+        return np.where(self.is_split, 1 / self.strategy.model, 1.0)
+
+    @cached_property
+    def seconds(self) -> tuple[Array, Array, Array]:
+        """What F, I and W of each work take, with collectives."""
+        forward, inputs, weights = (self._roofline(c) for c in self.table.costs)
+        gather, scatter = self._fsdp_s
+        reduce_outputs, reduce_inputs = self._tensor_s
+        return (
+            forward + gather + reduce_outputs,
+            inputs + gather + reduce_inputs,
+            weights + scatter,
+        )
+
+    @cached_property
+    def parameter_bytes(self) -> Array:
+        """Bytes of parameters of each work on one device while none is computed."""
+        split = self.table.split_bytes(self.strategy.model)
+        whole = self.table.parameter_bytes - split
+        found = whole + split / self.strategy.model
+        return found / (self.strategy.data if self.strategy.has_fsdp else 1)
+
+    @cached_property
+    def gathered_bytes(self) -> Array:
+        """Bytes of parameters of each work on one device while it is computed."""
+        factor = self.strategy.data if self.strategy.has_fsdp else 1
+        return self.parameter_bytes * factor
+
+    @cached_property
+    def saved(self) -> Mapping[str, Array]:
+        """Remat → bytes that each work keeps from F to its backward."""
+        rows, share = self.device_rows, self.share
+        return {r: self.table.saved(r, rows) * share for r in ("none", "full")}
+
+    @cached_property
+    def passed(self) -> Array:
+        """Bytes that each work keeps from I to W."""
+        return self.table.passed_per_row * self.device_rows * self.share
+
+    @cached_property
+    def message_bytes(self) -> Array:
+        """Bytes of each value for all devices of a rank."""
+        sizes = self.table.value_sizes
+        return sizes[:, 0] * self.rows + sizes[:, 1]
+
+    @cached_property
+    def value_bytes(self) -> Array:
+        """Bytes of each value on one device."""
+        sizes = self.table.value_sizes
+        return sizes[:, 0] * self.device_rows + sizes[:, 1]
+
+    @cached_property
+    def optimizer_s(self) -> Array:
+        """What the optimizer takes for each work: parameters, gradients, state."""
+        moved = self.parameter_bytes * (2 + self.optimizer_bytes)
+        return moved / self.cluster.device.bytes_per_s
+
+    def gradient_sum_s(self, replicas: int) -> Array:
+        """Return what the sum of each work's gradients takes at the end of a step."""
+        device, link = self.cluster.device, self.cluster.network.default
+        found = np.zeros(self.table.num_works)
+        if not self.strategy.has_fsdp:
+            per_s = device.link_bytes_per_s
+            found += _ring(self.parameter_bytes, self.strategy.data, per_s, 0.0) * 2
+        return found + 2 * _ring(self.parameter_bytes, replicas, link.bytes_per_s, 0.0)
+
+    def _roofline(self, cost: Array) -> Array:
+        device, rows = self.cluster.device, self.device_rows
+        compute_s = (cost[:, 0] * rows + cost[:, 1]) / (
+            device.flops_per_s * device.efficiency
+        )
+        memory_s = (cost[:, 2] * rows + cost[:, 3]) / device.bytes_per_s
+        return np.maximum(compute_s, memory_s) * self.share
+
+    @cached_property
+    def _fsdp_s(self) -> tuple[Array, Array]:
+        """Return what gathering parameters takes, and summing their gradients."""
+        if not self.strategy.has_fsdp:
+            none = np.zeros(self.table.num_works)
+            return none, none
+        device = self.cluster.device
+        found = _ring(
+            self.gathered_bytes,
+            self.strategy.data,
+            device.link_bytes_per_s,
+            device.link_latency_s,
+        )
+        return found, found
+
+    @cached_property
+    def _tensor_s(self) -> tuple[Array, Array]:
+        """Return what all-reduces of results take in F, of inputs' gradients in I."""
+        outputs, inputs = np.zeros((2, self.table.num_works))
+        device, model = self.cluster.device, self.strategy.model
+        if model == 1:
+            return outputs, inputs
+        values = self.table.graph.values
+        for number, value in enumerate(values):
+            if not value.has_gradient:
+                continue
+            seconds = 2 * ring_s(
+                self.value_bytes[number],
+                model,
+                device.link_bytes_per_s,
+                device.link_latency_s,
+            )
+            producer = self.table.producers[number]
+            if producer >= 0 and self.is_split[producer]:
+                outputs[producer] += seconds
+            for user in self.table.users[number]:
+                if producer >= 0 and self.is_split[user]:
+                    inputs[user] += seconds
+        return outputs, inputs
+
+
+def _ring(sizes: Array, count: int, bytes_per_s: float, latency_s: float) -> Array:
+    """Return what a gather of each of these takes, as `ring_s`."""
+    if count == 1:
+        return np.zeros_like(sizes)
+    seconds = latency_s + (count - 1) / count * sizes / bytes_per_s
+    found: Array = np.where(sizes > 0, seconds, 0.0)
+    return found
+
+
+def _numbers(cost: Cost) -> tuple[float, float, float, float]:
+    return cost.flops_per_row, cost.flops, cost.bytes_per_row, cost.bytes
+
+
+def _splits(shape: tuple[int, ...], count: int) -> bool:
+    """Tell if a matrix has a dimension that so many devices can split."""
+    return len(shape) > 1 and any(size % count == 0 and size for size in shape)

@@ -1,0 +1,83 @@
+"""Trace a model: for the cut into stages, or for the work that it is.
+
+Both see the same operations under the same names, so that a plan made of the one can
+be carried out on the other.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from torch_xla_pp.compile import marking_checkpoints, work_of
+from torch_xla_pp.deferred import as_on_host, back_to_meta, parameter_names
+from torch_xla_pp.graph import indexing_by_tensors, sharding_outputs, untied
+from torch_xla_pp.launch import device
+from torch_xla_pp.mesh import LogicalAxes
+from torch_xla_pp.torch_pipe import SPLIT_MARK, trace
+from torch_xla_pp.work import WorkGraph
+
+
+@contextlib.contextmanager
+def tracing(
+    module: nn.Module,
+    names: Sequence[tuple[str, ...]],
+    activations: Mapping[str, LogicalAxes],
+) -> Iterator[Callable[[Any], Any]]:
+    """Let torch.export see a model as stages are made of it.
+
+    Args:
+        module: The model, as before afterwards.
+        names: All names of each of its parameters.
+        activations: As for `pipeline`.
+
+    Yields:
+        What makes an example of the model's arguments fit to it.
+    """
+    with (
+        marking_checkpoints(),
+        as_on_host(module) as faked,
+        indexing_by_tensors(),
+        untied(module, names),
+        sharding_outputs(module, activations),
+    ):
+        yield faked
+
+
+def trace_work(
+    module: nn.Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: dict[str, Any] | None = None,
+    *,
+    activations: Mapping[str, LogicalAxes] | None = None,
+    max_stages: int = 16,
+) -> WorkGraph:
+    """Trace a model and return the work that it is, for a planner.
+
+    Nothing is computed, and a model on meta or under `deferred_init` takes no memory.
+    As the operations are those of XLA devices, the process gets them, as by `device()`.
+
+    Args:
+        module: The model, in the mode in which it is to run.
+        mb_args: Example of one microbatch's positional arguments.
+        mb_kwargs: Example of its keyword arguments.
+        activations: As for `pipeline`, which must then be given the same.
+        max_stages: For how many stages the parts of the work are to be small enough.
+
+    Raises:
+        PlanError: The model has what cannot be split.
+    """
+    device()
+    names = parameter_names(module)
+    with tracing(module, names, dict(activations or {})) as faked:
+        args, kwargs = faked((mb_args, mb_kwargs))
+        traced = trace(module, args, kwargs)
+    back_to_meta(traced)
+    return work_of(
+        traced,
+        SPLIT_MARK,
+        names,
+        max_stages=max_stages,
+        source=type(module).__name__,
+    )

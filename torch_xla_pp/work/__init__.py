@@ -1,0 +1,6 @@
+"""What a model costs, part by part; reading it needs no torch."""
+
+from torch_xla_pp.work.amount import Amount, Cost
+from torch_xla_pp.work.work_graph import Work, WorkGraph, WorkParameter, WorkValue
+
+__all__ = ["Amount", "Cost", "Work", "WorkGraph", "WorkParameter", "WorkValue"]

@@ -1,0 +1,282 @@
+"""The work of a model as a graph, from which stages can be cut.
+
+Terms: a *work* is one operation of the exported model, or several that must stay
+together or are too small to be cut apart. A *value* is a tensor that one work makes, or
+the model is given, and other works use. Rows are those of a microbatch.
+
+Laws: every work is named once, and so is every operation; works are in program order,
+so that a value goes to later works only, and there is no cycle.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from torch_xla_pp import record
+from torch_xla_pp.work.amount import Amount, Cost
+
+_FORMAT = "torch_xla_pp work 1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkParameter:
+    """A parameter that a work uses.
+
+    Args:
+        name: Its name in the model.
+        shape: Its shape.
+        dtype: Its dtype without "torch.", such as "float32".
+        bytes: Its size.
+        tied: Name of its group if several works use it, else None. It is equal in
+            all works that share it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    tied: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkValue:
+    """A tensor that goes from one work to others.
+
+    Args:
+        name: FX node name.
+        bytes_per_row: Its size for each row; 0 if the batch is not in it.
+        bytes: Its size besides, whatever the rows.
+        has_gradient: Whether its users send a gradient of the same size back.
+        producer: Name of the work that makes it, None for an input of the model.
+        users: Names of the works that use it, in program order.
+        kept_by: Names of those works, users or the producer, whose backward reads
+            it: a stage with one of them keeps the value, once, from its forward to
+            its backward.
+    """
+
+    name: str
+    bytes_per_row: float
+    bytes: int
+    has_gradient: bool
+    producer: str | None
+    users: tuple[str, ...]
+    kept_by: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> Amount:
+        """Return its size as an amount."""
+        return Amount(bytes_per_row=self.bytes_per_row, bytes=self.bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """A part of a model that is never cut.
+
+    Args:
+        name: Its name, for example that of its last operation.
+        ops: FX node names of the exported graph, in program order.
+        module: Path of the module that it is in, for printing.
+        digest: A text that is equal for works that cost the same.
+        forward: Cost of F.
+        backward_input: Cost of I.
+        backward_weight: Cost of W; B costs as much as I and W.
+        saved: How much to compute again, "none" or "full" → what is kept from F to B
+            (or to W). Values between works are not in it: see `WorkValue.kept_by`.
+        passed_bytes_per_row: What is kept from I to W for each row.
+        parameters: What it uses.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    module: str
+    digest: str
+    forward: Cost
+    backward_input: Cost
+    backward_weight: Cost
+    saved: Mapping[str, Amount]
+    passed_bytes_per_row: float = 0.0
+    parameters: tuple[WorkParameter, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkGraph:
+    """The work of a model.
+
+    Args:
+        works: All works, in program order.
+        values: What goes between them, into the first and out of the last ones.
+        rows: Rows with which the model was traced.
+        outputs: Names of the values that the model returns.
+        source: Where it comes from, for printing.
+
+    Raises:
+        ValueError: It breaks one of the laws of this module; all faults are listed.
+    """
+
+    works: tuple[Work, ...]
+    values: tuple[WorkValue, ...]
+    rows: int
+    outputs: tuple[str, ...]
+    source: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        faults = [*_name_faults(self), *_value_faults(self), *_tie_faults(self.works)]
+        if faults:
+            raise ValueError("\n".join(f"work graph: {fault}" for fault in faults))
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.works)} works of {self.num_ops} operations, "
+            f"{len(self.values)} values, traced with {self.rows} rows"
+        )
+
+    @property
+    def num_ops(self) -> int:
+        """Number of operations in all works."""
+        return sum(len(work.ops) for work in self.works)
+
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """Name of each work → its place."""
+        return {work.name: place for place, work in enumerate(self.works)}
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Places of each work and one that uses a value of it, in order."""
+        index = self.index
+        return tuple(
+            sorted(
+                {
+                    (index[value.producer], index[user])
+                    for value in self.values
+                    if value.producer is not None
+                    for user in value.users
+                }
+            )
+        )
+
+    @cached_property
+    def ancestors(self) -> tuple[int, ...]:
+        """For each work a number with a bit set for each work that it depends on."""
+        return closure_of(self.edges, len(self.works))
+
+    @cached_property
+    def digest(self) -> str:
+        """A text of operations, edges and parameters' shapes, but of no batch."""
+        parts = [
+            (w.ops, [(p.name, p.shape, p.dtype, p.tied) for p in w.parameters])
+            for w in self.works
+        ]
+        values = [(v.name, v.producer, v.users) for v in self.values]
+        text = repr((parts, values, self.outputs))
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def predecessors(self, work: str) -> tuple[str, ...]:
+        """Return the names of the works whose values a work uses."""
+        place = self.index[work]
+        return tuple(self.works[p].name for p, c in self.edges if c == place)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return it as JSON.
+
+        Args:
+            path: A file to write as well.
+        """
+        text = record.to_json(self, _FORMAT)
+        if path is not None:
+            Path(path).write_text(text)
+        return text
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> "WorkGraph":
+        """Read what `to_json` wrote.
+
+        Args:
+            source: A file, or the text itself, which is known by its line ends.
+
+        Raises:
+            ValueError: Fields are missing, unknown or faulty; all are named.
+        """
+        is_text = isinstance(source, str) and "\n" in source
+        text = str(source) if is_text else Path(source).read_text()
+        return record.from_json(cls, text, _FORMAT)
+
+
+def closure_of(edges: Sequence[tuple[int, int]], count: int) -> tuple[int, ...]:
+    """Return for each node a number with a bit for each node that leads to it.
+
+    Args:
+        edges: Pairs (lower, higher).
+        count: Number of nodes.
+    """
+    found = [0] * count
+    for producer, consumer in sorted(edges, key=lambda edge: edge[1]):
+        found[consumer] |= found[producer] | 1 << producer
+    return tuple(found)
+
+
+def _name_faults(graph: WorkGraph) -> Iterator[str]:
+    """Find names that are there twice, and counts below one."""
+    if graph.rows < 1:
+        yield f"expected at least 1 row, got {graph.rows}. Trace it with a batch."
+    if not graph.works:
+        yield "expected at least one work, got none. Trace a model that computes."
+    for what, names in (
+        ("work", [work.name for work in graph.works]),
+        ("value", [value.name for value in graph.values]),
+        ("operation", [op for work in graph.works for op in work.ops]),
+    ):
+        for name, count in Counter(names).items():
+            if count > 1:
+                yield f"expected {what} {name} once, got it {count} times. Keep one."
+    for work in graph.works:
+        if missing := {"none", "full"} - set(work.saved):
+            yield (
+                f"work {work.name}: expected what it saves for remat none and full, "
+                f"got nothing for {', '.join(sorted(missing))}. Add it."
+            )
+
+
+def _value_faults(graph: WorkGraph) -> Iterator[str]:
+    """Find works and values that are not there, and edges that lead backward."""
+    places = {work.name: place for place, work in enumerate(graph.works)}
+    for value in graph.values:
+        own = {*value.users, *([] if value.producer is None else [value.producer])}
+        for name in sorted({*own, *value.kept_by} - set(places)):
+            yield f"value {value.name}: expected known works, got {name}. Add it."
+        for name in sorted(set(value.kept_by) - own):
+            yield (
+                f"value {value.name}: expected kept_by to name its producer or users, "
+                f"got {name}. Remove it."
+            )
+        first = places.get(value.producer or "", -1)
+        for name in value.users:
+            if places.get(name, len(places)) <= first:
+                yield (
+                    f"value {value.name}: expected users after {value.producer}, got "
+                    f"{name}. Order the works by data flow, and join works that are in "
+                    "a cycle."
+                )
+    for name in sorted(set(graph.outputs) - {value.name for value in graph.values}):
+        yield f"expected outputs among the values, got {name}. Add it to the values."
+
+
+def _tie_faults(works: Sequence[Work]) -> Iterator[str]:
+    """Find tied parameters of different sizes."""
+    sizes: dict[str, tuple[str, int]] = {}
+    for work in works:
+        for parameter in work.parameters:
+            if parameter.tied is None:
+                continue
+            name, size = sizes.setdefault(
+                parameter.tied, (parameter.name, parameter.bytes)
+            )
+            if size != parameter.bytes:
+                yield (
+                    f"tied group {parameter.tied}: expected {name} and "
+                    f"{parameter.name} of one size, got {size} and {parameter.bytes} "
+                    "bytes. Correct one."
+                )
