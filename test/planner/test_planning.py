@@ -48,6 +48,23 @@ def test_every_plan_is_sound_and_comes_back_from_json(
     assert PipelinePlan.from_json(text).to_json() == text
 
 
+@pytest.mark.parametrize("microbatches", [16, 17])
+def test_numbers_of_microbatches_that_a_schedule_refuses_are_left_out(
+    microbatches: int,
+) -> None:
+    plan = make_plan(
+        uneven_gpt(),
+        rows=microbatches,
+        ranks=5,
+        replicas=(1,),
+        microbatches=(microbatches,),
+    )
+    assert plan.schedule.name not in ("zb1p", "interleaved")
+    assert {a.label for a in plan.alternatives if a.change == "schedule"} == {
+        {"zbv": "1f1b", "1f1b": "zbv"}[plan.schedule.name]
+    }
+
+
 def test_equal_input_gives_equal_bytes() -> None:
     one, two = (
         make_plan(candle(3), rows=256, ranks=4, devices_per_rank=2, device="v5e")

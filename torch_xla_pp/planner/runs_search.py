@@ -5,9 +5,9 @@ messages keeps a link. The number of stages from one to the end bounds its micro
 in flight, as in 1F1B of a chain; a plan whose stages are parallel branches holds less.
 
 Source: the recurrence is PipeDream's (Narayanan et al., "PipeDream: Generalized
-Pipeline Parallelism for DNN Training", SOSP 2019, section 3.1) without replicas of a
-stage, and with the memory of the stages after one, as in Fan et al., "DAPPLE: A
-Pipelined Data Parallel Approach for Training Large Models", PPoPP 2021.
+Pipeline Parallelism for DNN Training", SOSP 2019) without replicas of a stage; what is
+live is that of 1F1B with flushes (Narayanan et al., "Memory-Efficient Pipeline-Parallel
+DNN Training", ICML 2021, section 3.2). The bound on memory inside of it is ours.
 """
 
 from collections.abc import Sequence

@@ -167,7 +167,8 @@ def _is_possible(setting: Setting, num_works: int) -> bool:
         return False
     if setting.num_stages > num_works:
         return False
-    if setting.schedule == "interleaved" and count % max(1, count // ranks):
+    in_rounds = setting.schedule in ("interleaved", "zb1p")
+    if in_rounds and count % max(1, count // ranks):
         return False
     if setting.schedule == "zbv" and count < 2 * ranks - 1:
         return False
