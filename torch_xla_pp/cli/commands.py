@@ -6,16 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch_xla_pp.cli.options import parser
-from torch_xla_pp.cli.plan_options import plan_of_options
 from torch_xla_pp.cli.sources import edges_of, inputs_of, schedule_of
 from torch_xla_pp.errors import PipelineError
-from torch_xla_pp.planner import PipelinePlan, check, differences
 from torch_xla_pp.schedule import Schedule, verify
 from torch_xla_pp.simulate import Costs, simulate
 from torch_xla_pp.timeline import Timeline, merge, summarize, to_chrome, to_picture
-from torch_xla_pp.work import WorkGraph
 
-_PLAN_COMMANDS = ("make", "show", "check", "-h", "--help")
+_AFTER_PLAN = ("make", "show", "check", "-h", "--help")
 _FAULTS = (PipelineError, ValueError, OSError, ModuleNotFoundError)
 
 
@@ -32,11 +29,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: An option is unknown, with code 2, or help is asked for.
     """
     words = [*(sys.argv[1:] if arguments is None else arguments)]
-    if words[:1] == ["plan"] and words[1:2] and words[1] not in _PLAN_COMMANDS:
+    is_plan = words[:1] == ["plan"]
+    if is_plan and words[1:2] and words[1] not in _AFTER_PLAN:
         words.insert(1, "make")
-    parsed = parser().parse_args(words)
+    parsed = parser(has_plans=is_plan).parse_args(words)
+    commands = _COMMANDS
+    if is_plan:
+        from torch_xla_pp.cli.plan_commands import PLAN_COMMANDS  # With NumPy.
+
+        commands = PLAN_COMMANDS
     try:
-        _COMMANDS[parsed.command](parsed)
+        commands[parsed.command](parsed)
     except _FAULTS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -102,45 +105,10 @@ def _counts_text(schedule: Schedule) -> str:
     )
 
 
-def _make_plan(parsed: Namespace) -> None:
-    plan = plan_of_options(parsed)
-    if parsed.output:
-        plan.to_json(parsed.output)
-    _draw_plan(plan, parsed)
-    print(plan)
-
-
-def _show_plan(parsed: Namespace) -> None:
-    plan = PipelinePlan.from_json(Path(parsed.file))
-    _draw_plan(plan, parsed)
-    if parsed.against:
-        print(differences(plan, PipelinePlan.from_json(Path(parsed.against))))
-    else:
-        print(plan)
-
-
-def _draw_plan(plan: PipelinePlan, parsed: Namespace) -> None:
-    if parsed.trace or parsed.picture:
-        timeline = simulate(plan.table(), plan.stage_costs(), plan.network())
-        if parsed.trace:
-            to_chrome(timeline, parsed.trace)
-        if parsed.picture:
-            to_picture(timeline, parsed.picture)
-
-
-def _check_plan(parsed: Namespace) -> None:
-    plan = PipelinePlan.from_json(Path(parsed.file))
-    check(plan, WorkGraph.from_json(Path(parsed.work)))
-    print(f"sound: {len(plan.stages)} stages on {len(plan.ranks)} ranks")
-
-
 _COMMANDS: dict[str, Callable[[Namespace], None]] = {
     "schedule show": _show_schedule,
     "schedule check": _check_schedule,
     "simulate": _simulate,
-    "plan make": _make_plan,
-    "plan show": _show_plan,
-    "plan check": _check_plan,
     "trace show": _show_timeline,
     "trace merge": _merge_timelines,
 }

@@ -5,7 +5,6 @@ import math
 from argparse import ArgumentParser
 from typing import Any
 
-from torch_xla_pp.cli.plan_options import add_plan_options
 from torch_xla_pp.cli.sources import NAMES
 
 _EXAMPLES = """\
@@ -42,8 +41,12 @@ examples:
 """
 
 
-def parser() -> ArgumentParser:
-    """Return the parser; its result has the command's name as `command`."""
+def parser(*, has_plans: bool = True) -> ArgumentParser:
+    """Return the parser; its result has the command's name as `command`.
+
+    Args:
+        has_plans: Whether it knows the commands on plans, for which it loads NumPy.
+    """
     top = ArgumentParser(
         prog="python -m torch_xla_pp",
         description="Plan pipelines, look at schedules, simulate steps, and merge "
@@ -54,7 +57,9 @@ def parser() -> ArgumentParser:
     groups = top.add_subparsers(required=True, metavar="COMMAND")
     _add_schedule(groups)
     _add_simulate(groups)
-    _add_plan(groups)
+    plans = _group(groups, "plan", "find out how to cut and run a model")
+    if has_plans:
+        _add_plan(plans)
     _add_trace(groups)
     return top
 
@@ -110,8 +115,9 @@ def _add_simulate(groups: Any) -> None:
     _add_picture(run, "draw the timeline")
 
 
-def _add_plan(groups: Any) -> None:
-    commands = _group(groups, "plan", "find out how to cut and run a model")
+def _add_plan(commands: Any) -> None:
+    from torch_xla_pp.cli.plan_options import add_plan_options
+
     make = _command(
         commands, "make", "plan make", "plan a model; `make` may be left out", _PLAN
     )

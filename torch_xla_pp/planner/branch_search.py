@@ -11,7 +11,7 @@ is a number that is minimised, so that there is no search for a feasible one.
 
 Source: the recursion over series and parallel parts is that of Jeon et al., "GraphPipe:
 Improving Performance and Scalability of DNN Training with Graph Pipeline Parallelism",
-ASPLOS 2025, section 5, here with one rank for a stage; runs of branches as one stage,
+ASPLOS 2025, here with one rank for a stage; runs of branches as one stage,
 and the tables in place of its binary search, are ours.
 """
 

@@ -7,7 +7,7 @@ in flight, as in 1F1B of a chain; a plan whose stages are parallel branches hold
 Source: the recurrence is PipeDream's (Narayanan et al., "PipeDream: Generalized
 Pipeline Parallelism for DNN Training", SOSP 2019) without replicas of a stage; what is
 live is that of 1F1B with flushes (Narayanan et al., "Memory-Efficient Pipeline-Parallel
-DNN Training", ICML 2021, section 3.2). The bound on memory inside of it is ours.
+DNN Training", ICML 2021). The bound on memory inside of it is ours.
 """
 
 from collections.abc import Sequence

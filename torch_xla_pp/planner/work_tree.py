@@ -7,7 +7,7 @@ never the execution.
 
 Source: series and parallel parts are those of Jeon et al., "GraphPipe: Improving
 Performance and Scalability of DNN Training with Graph Pipeline Parallelism", ASPLOS
-2025, section 5; the series along a path is ours.
+2025; the series along a path is ours.
 """
 
 from collections.abc import Iterator, Sequence
