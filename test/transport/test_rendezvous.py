@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -334,3 +336,30 @@ def test_ranks_that_leave_together_do_not_wait_for_each_other() -> None:
         pair[1].send(0, "data", 1, [part])
         calls = [functools.partial(sockets.close, 3.0) for sockets in pair]
         assert together(calls) == [True, True]
+
+
+ENDING = """
+import atexit, threading
+atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))
+
+import torch
+from torch._C._distributed_c10d import HashStore
+from torch_xla_pp.transport.sockets import Sockets
+
+store, part = HashStore(), torch.zeros(1 << 12, dtype=torch.uint8)
+pair = [Sockets(store, rank, 2) for rank in range(2)]
+for rank, sockets in enumerate(pair):
+    back = lambda peer, *_, own=sockets: own.send(peer, "data", 0, [part])
+    sockets.on("data", back)
+    sockets.open()
+for _ in range(8):
+    pair[0].send(1, "data", 0, [part])
+"""
+
+
+def test_no_thread_of_connections_outlives_the_interpreter() -> None:
+    """One that is in C++ code then aborts the process, here in one of six runs."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stdout) == (0, "['MainThread']\n"), done.stderr

@@ -17,6 +17,7 @@ torch_xla's own backend "xla" is not usable here: it assumes one world of all
 processes and refuses SPMD.
 """
 
+import atexit
 import functools
 import sys
 import weakref
@@ -286,6 +287,13 @@ def _groups() -> "weakref.WeakSet[XlaPpProcessGroup]":
     """
     found: weakref.WeakSet[XlaPpProcessGroup] = weakref.WeakSet()
     before = sys.excepthook
+
+    def leave() -> None:
+        for group in list(found):
+            group.shutdown()
+
+    # After the thread of the connections was made, hence before that ends.
+    atexit.register(leave)
 
     def report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None

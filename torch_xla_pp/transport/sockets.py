@@ -18,6 +18,7 @@ A stopped process is not seen here, as its connections stay.
 """
 
 import asyncio
+import atexit
 import contextlib
 import functools
 import logging
@@ -58,6 +59,7 @@ _KEEP_ALIVE = {
     socket.TCP_KEEPINTVL: 2,
     socket.TCP_KEEPCNT: 5,
 }
+_END_S = 5.0
 LEFT = "it has left the group or its program has ended"
 
 _logger = logging.getLogger(__name__)
@@ -460,11 +462,23 @@ def _tune(connection: socket.socket) -> None:
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the loop of the one thread of all connections, which runs for ever."""
+    """Return the loop of the one thread of all connections.
+
+    It ends before the interpreter does: a thread that comes back from C++ code, such as
+    the making of a tensor, while the interpreter goes down would end the process by
+    "terminate called without an active exception".
+    """
     loop = asyncio.new_event_loop()
-    threading.Thread(
+    thread = threading.Thread(
         target=loop.run_forever, name="xla_pp sockets", daemon=True
-    ).start()
+    )
+    thread.start()
+
+    def end() -> None:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(_END_S)
+
+    atexit.register(end)
     return loop
 
 
