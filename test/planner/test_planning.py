@@ -233,3 +233,9 @@ def test_two_plans_are_compared() -> None:
 def test_bad_arguments_are_named(arguments: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make_plan(uneven_gpt(), rows=8, **arguments)  # type: ignore[arg-type]
+
+
+def test_only_stages_with_gradients_of_inputs_pass_values_from_i_to_w() -> None:
+    plan = make_plan(gpt(4), rows=64, ranks=2, replicas=(1,), schedules=["zb1p"])
+    first, last = (rank.bytes.passed for rank in plan.predicted.ranks)
+    assert first == 0 < last

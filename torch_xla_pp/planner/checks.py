@@ -248,8 +248,16 @@ def _rank_need(
             )
             held = work.saved["none"].of(rows) * share + touched
             largest = max(largest, held + (whole if is_fsdp else 0.0))
+        entering = [
+            value
+            for value in graph.values
+            if value.producer not in names and names & set(value.users)
+        ]
+        if not any(value.has_gradient for value in entering):
+            # W is the whole backward.
+            passed[stage] = 0.0
         for value in graph.values:
-            enters = value.producer not in names and names & set(value.users)
+            enters = value in entering
             is_kept = enters if remat == "full" else names & set(value.kept_by)
             if is_kept:
                 saved[stage] += value.size.of(rows)

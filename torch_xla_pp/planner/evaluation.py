@@ -294,10 +294,22 @@ class _Held:
             gradients=parameters,
             optimizer=parameters * evaluator.optimizer_bytes,
             saved=saved + np.where(is_full, own["full"], own["none"]),
-            passed=_sums(cut, works.passed),
+            passed=_sums(cut, works.passed) * _have_input_grads(works.table, cut),
             outputs=outputs,
             temporary=gathered,
         )
+
+
+def _have_input_grads(table: WorkTable, cut: Cut) -> Array:
+    """Return 1 for stages with an I, 0 where W is the whole backward."""
+    found = np.zeros(cut.setting.num_stages)
+    for number, value in enumerate(table.graph.values):
+        if value.has_gradient:
+            producer = table.producers[number]
+            home = cut.stages[producer] if producer >= 0 else -1
+            for stage in {cut.stages[user] for user in table.users[number]} - {home}:
+                found[stage] = 1.0
+    return found
 
 
 def _sums(cut: Cut, per_work: Array) -> Array:
