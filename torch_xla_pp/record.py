@@ -11,32 +11,43 @@ import math
 import types
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 _T = TypeVar("_T")
 _FORMAT = "format"
 
 
-def to_json(value: Any, text_format: str) -> str:
+def text_of(source: str | Path) -> str:
+    """Return a text, which is known by its line ends, or that in a file."""
+    is_text = isinstance(source, str) and "\n" in source
+    return str(source) if is_text else Path(source).read_text()
+
+
+def to_json(value: Any, text_format: str, path: str | Path | None) -> str:
     """Return a dataclass as JSON; equal values give equal texts.
 
     Args:
         value: The dataclass.
         text_format: What the text calls itself, such as "torch_xla_pp plan 1".
+        path: A file to write as well, None for none.
     """
     record = {_FORMAT: text_format, **_plain(value)}
-    return json.dumps(record, indent=1, allow_nan=False, sort_keys=False) + "\n"
+    text = json.dumps(record, indent=1, allow_nan=False, sort_keys=False) + "\n"
+    if path is not None:
+        Path(path).write_text(text)
+    return text
 
 
-def from_json(kind: type[_T], text: str, text_format: str) -> _T:
-    """Read what `to_json` wrote.
+def from_json(kind: type[_T], source: str | Path, text_format: str) -> _T:
+    """Read what `to_json` wrote: a file, or the text itself.
 
     Raises:
         ValueError: It is no JSON, of another format, or has missing, unknown or
             faulty fields; all are named.
     """
     try:
-        data = json.loads(text)
+        data = json.loads(text_of(source))
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{text_format}: expected JSON, got a text that is none ({error}). Pass "

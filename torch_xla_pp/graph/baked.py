@@ -22,6 +22,9 @@ class Baked:
         captured: What the module reads from outside.
     """
 
+    # Those of a stage itself are called.
+    _has_root_hooks = False
+
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
         self._first = captured.number()
@@ -39,13 +42,15 @@ class Baked:
                 "build the stage by hand, whose forward is traced for each change."
             )
 
-    def _changes(self, *, of_root: bool = False) -> str:
-        """Say what has changed; hooks of the stage itself are called, if it is one."""
+    def _changes(self) -> str:
+        """Say what has changed."""
         now = self._captured.number()
         if now == self._first:
             return ""
         values = self._captured.values_changed(self._first, now)
-        return values or self._captured.hooks_changed(self._first, now, of_root=of_root)
+        return values or self._captured.hooks_changed(
+            self._first, now, of_root=self._has_root_hooks
+        )
 
 
 class BakedModel(Baked):
@@ -57,6 +62,8 @@ class BakedModel(Baked):
     Args:
         model: The model.
     """
+
+    _has_root_hooks = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(Captured(model, is_kept=False))
@@ -88,8 +95,8 @@ class BakedModel(Baked):
                 "has buffers of its own: load into stage.submod, with strict=False."
             )
 
-    def _changes(self, *, of_root: bool = True) -> str:
-        return super()._changes(of_root=of_root) or self._replaced() or self._written()
+    def _changes(self) -> str:
+        return super()._changes() or self._replaced() or self._written()
 
     def _replaced(self) -> str:
         """Say which parts, parameters and other tensors are other objects now."""

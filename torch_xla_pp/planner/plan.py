@@ -123,10 +123,7 @@ class PipelinePlan:
         Args:
             path: A file to write as well.
         """
-        text = record.to_json(self, _FORMAT)
-        if path is not None:
-            Path(path).write_text(text)
-        return text
+        return record.to_json(self, _FORMAT, path)
 
     @classmethod
     def from_json(cls, source: str | Path) -> "PipelinePlan":
@@ -139,6 +136,4 @@ class PipelinePlan:
             ValueError: It is no plan, of another format, or has missing, unknown or
                 faulty fields; all are named.
         """
-        is_text = isinstance(source, str) and "\n" in source
-        text = str(source) if is_text else Path(source).read_text()
-        return record.from_json(cls, text, _FORMAT)
+        return record.from_json(cls, source, _FORMAT)

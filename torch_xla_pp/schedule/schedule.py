@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch_xla_pp.record import text_of
 from torch_xla_pp.schedule.action import Action, actions_in
 from torch_xla_pp.schedule.grid import cells_of, format_grid
 from torch_xla_pp.schedule.tasks import actions_of
@@ -137,9 +138,7 @@ class Schedule:
         Raises:
             ValueError: A cell holds no action; all of them are named.
         """
-        is_text = isinstance(source, str) and "\n" in source
-        text = str(source) if is_text else Path(source).read_text()
-        return cls.from_cells(csv.reader(io.StringIO(text)))
+        return cls.from_cells(csv.reader(io.StringIO(text_of(source))))
 
     @classmethod
     def from_text(cls, text: str) -> "Schedule":

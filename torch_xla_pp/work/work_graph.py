@@ -185,10 +185,7 @@ class WorkGraph:
         Args:
             path: A file to write as well.
         """
-        text = record.to_json(self, _FORMAT)
-        if path is not None:
-            Path(path).write_text(text)
-        return text
+        return record.to_json(self, _FORMAT, path)
 
     @classmethod
     def from_json(cls, source: str | Path) -> "WorkGraph":
@@ -200,9 +197,7 @@ class WorkGraph:
         Raises:
             ValueError: Fields are missing, unknown or faulty; all are named.
         """
-        is_text = isinstance(source, str) and "\n" in source
-        text = str(source) if is_text else Path(source).read_text()
-        return record.from_json(cls, text, _FORMAT)
+        return record.from_json(cls, source, _FORMAT)
 
 
 def closure_of(edges: Sequence[tuple[int, int]], count: int) -> tuple[int, ...]:
