@@ -19,6 +19,7 @@ LAYERS = (
     ("plan", "simulate", "torch_compat"),
     ("planner",),
     ("compile",),
+    ("channels", "state"),
     ("runtime",),
     ("checkpoint", "profile", "launch"),
     ("torch_pipe",),

@@ -10,7 +10,7 @@ import torch_xla
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.runtime.channels import Edge
+from torch_xla_pp.channels import Edge
 from torch_xla_pp.runtime.gradients.replicas import ReplicaMeans
 from torch_xla_pp.transport import Message, ShardLayout
 

@@ -19,7 +19,6 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from torch_xla_pp import ScheduleError
-from torch_xla_pp.runtime import order_of
 from torch_xla_pp.schedule import (
     Schedule,
     chain_of,
@@ -31,6 +30,7 @@ from torch_xla_pp.schedule import (
     zb1p,
     zbv,
 )
+from torch_xla_pp.torch_compat import order_of
 
 pytestmark = pytest.mark.pure
 

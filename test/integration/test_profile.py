@@ -17,10 +17,10 @@ from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.native import notes
 from torch_xla_pp.profile import clock
 from torch_xla_pp.profile.clock import clock_offset_ns
-from torch_xla_pp.runtime import order_of
 from torch_xla_pp.schedule import Schedule
 from torch_xla_pp.testing import Worlds
 from torch_xla_pp.timeline import Span, Timeline
+from torch_xla_pp.torch_compat import order_of
 from torch_xla_pp.transport import of_group
 
 pytestmark = pytest.mark.worlds

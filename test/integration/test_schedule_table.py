@@ -20,9 +20,9 @@ from joining import join
 from torch.profiler import ProfilerActivity, profile
 
 import torch_xla_pp as xpp
-from torch_xla_pp.runtime import order_of
 from torch_xla_pp.schedule import zb1p
 from torch_xla_pp.testing import Worlds
+from torch_xla_pp.torch_compat import order_of
 
 pytestmark = pytest.mark.worlds
 

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
+from torch_xla_pp.channels import Marks
 from torch_xla_pp.compile import MARK
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.mesh import Tiling
 from torch_xla_pp.native import Event, Note, notes
-from torch_xla_pp.runtime import Marks, SavedValues
 from torch_xla_pp.schedule import Action
+from torch_xla_pp.state import SavedValues
 from torch_xla_pp.transport import Message, ShardLayout, part_sizes
 
 

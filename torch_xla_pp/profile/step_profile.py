@@ -17,8 +17,9 @@ from torch_xla_pp.profile.spans import (
     spans_of,
     transfers_of,
 )
-from torch_xla_pp.runtime import RankPipeline, TorchSchedule
+from torch_xla_pp.runtime import RankPipeline
 from torch_xla_pp.timeline import Timeline, summarize, to_chrome, to_picture
+from torch_xla_pp.torch_compat import TorchSchedule
 from torch_xla_pp.transport import (
     Message,
     Rendezvous,

@@ -26,12 +26,6 @@ from torch_xla_pp.mesh import AUTO, BatchAxis, LogicalAxes, Sharding
 from torch_xla_pp.plan import InputsFrom
 from torch_xla_pp.runtime.outputs import StageOutputs
 from torch_xla_pp.runtime.rank import RankPipeline, Run
-from torch_xla_pp.runtime.saved import (
-    SavedValues,
-    StageMemory,
-    optimizer_bytes,
-    total_bytes,
-)
 from torch_xla_pp.runtime.stage_model import (
     StageModel,
     StageOptions,
@@ -45,6 +39,12 @@ from torch_xla_pp.runtime.wrong_input import (
     example_tensors,
 )
 from torch_xla_pp.schedule import Kind
+from torch_xla_pp.state import (
+    SavedValues,
+    StageMemory,
+    optimizer_bytes,
+    total_bytes,
+)
 from torch_xla_pp.torch_compat import SilentStage
 from torch_xla_pp.transport import of_group
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
+from torch_xla_pp.channels import Endpoint, Links, Observer, StageValues
 from torch_xla_pp.compile import (
     CompiledStage,
     Explanation,
@@ -39,15 +40,12 @@ from torch_xla_pp.plan import (
     Wiring,
     describe_all,
 )
-from torch_xla_pp.runtime.channels import Endpoint
 from torch_xla_pp.runtime.gradients.finish import StageGradients
 from torch_xla_pp.runtime.gradients.replicas import Replicas, group_of_replicas
 from torch_xla_pp.runtime.gradients.sums import GradientSums
 from torch_xla_pp.runtime.gradients.tied import TiedParameters, separated
-from torch_xla_pp.runtime.links import Links, StageValues
-from torch_xla_pp.runtime.module_state import ModuleState
-from torch_xla_pp.runtime.observer import Observer
 from torch_xla_pp.runtime.wrong_input import free_parameters, matched_patterns
+from torch_xla_pp.state import ModuleState
 from torch_xla_pp.transport import LinkedGroups, Message, XlaPpProcessGroup
 from torch_xla_pp.world import World
 

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from torch_xla_pp.channels import Links
 from torch_xla_pp.compile import StageCompiler, StageKind
 from torch_xla_pp.dump import dump
 from torch_xla_pp.plan import Claim, check_kwargs
 from torch_xla_pp.runtime.agreement import Agreement, StepKinds
 from torch_xla_pp.runtime.gradients.replicas import agree_on_replicas
 from torch_xla_pp.runtime.gradients.tied import check_separate
-from torch_xla_pp.runtime.links import Links
 from torch_xla_pp.runtime.stage_model import StageModel
 from torch_xla_pp.schedule import verify
 from torch_xla_pp.torch_compat import TorchSchedule, num_microbatches, order_of

@@ -30,11 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import BucketKind, Function, Program, ProgramSpec, bucket_name
-from torch_xla_pp.hlo import OpShardingArgs
-from torch_xla_pp.plan import ReplicaClaim
-from torch_xla_pp.runtime.agreement import compare_replicas
-from torch_xla_pp.runtime.channels import (
+from torch_xla_pp.channels import (
     Channel,
     Edge,
     Endpoint,
@@ -42,6 +38,10 @@ from torch_xla_pp.runtime.channels import (
     returned_for,
     run_with,
 )
+from torch_xla_pp.compile import BucketKind, Function, Program, ProgramSpec, bucket_name
+from torch_xla_pp.hlo import OpShardingArgs
+from torch_xla_pp.plan import ReplicaClaim
+from torch_xla_pp.runtime.agreement import compare_replicas
 from torch_xla_pp.runtime.gradients.fingerprint import fingerprints
 from torch_xla_pp.runtime.gradients.sums import GradientSums
 from torch_xla_pp.transport import Message, ShardLayout, XlaPpProcessGroup, of_group

@@ -27,8 +27,7 @@ from torch_xla_pp.compile import (
     device_bytes,
     given_grad,
 )
-from torch_xla_pp.runtime.module_state import ModuleState
-from torch_xla_pp.runtime.saved import total_bytes
+from torch_xla_pp.state import ModuleState, total_bytes
 
 
 class GradientSums:

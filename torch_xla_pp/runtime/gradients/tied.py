@@ -22,6 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
+from torch_xla_pp.channels import (
+    Channel,
+    Edge,
+    Endpoint,
+    borders_of,
+    run_with,
+)
 from torch_xla_pp.compile import (
     Program,
     ProgramSpec,
@@ -34,13 +41,6 @@ from torch_xla_pp.compile import (
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.mesh import Tiling
 from torch_xla_pp.plan import Wiring
-from torch_xla_pp.runtime.channels import (
-    Channel,
-    Edge,
-    Endpoint,
-    borders_of,
-    run_with,
-)
 from torch_xla_pp.runtime.gradients.fingerprint import fingerprint
 from torch_xla_pp.runtime.gradients.sums import GradientSums
 from torch_xla_pp.transport import Message, ShardLayout

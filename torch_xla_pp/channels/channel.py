@@ -20,10 +20,10 @@ from typing import Protocol, final
 
 from torch import Tensor
 
+from torch_xla_pp.channels.observer import Observer
 from torch_xla_pp.compile import Border, Program, route_in, route_out
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.mesh import Tiling
-from torch_xla_pp.runtime.observer import Observer
 from torch_xla_pp.transport import Message, ProgramOps, ShardLayout, XlaPpProcessGroup
 
 

@@ -1,6 +1,6 @@
 """A stage's channels: what it exchanges with the others, for each microbatch.
 
-See `runtime.channels` for the ways that values go, and `plan.consumers` for who gives
+See `channels.channel` for the ways that values go, and `plan.consumers` for who gives
 what to whom.
 """
 
@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from torch_xla_pp.channels.channel import Channel, Edge, borders_of, returned_for
 from torch_xla_pp.compile import (
     Borders,
     Forwarded,
@@ -19,7 +20,6 @@ from torch_xla_pp.compile import (
 )
 from torch_xla_pp.mesh import TensorSpec
 from torch_xla_pp.plan import Consumers, Tilings, Value
-from torch_xla_pp.runtime.channels import Channel, Edge, borders_of, returned_for
 from torch_xla_pp.text import type_text
 from torch_xla_pp.transport import Message
 from torch_xla_pp.world import World
