@@ -30,6 +30,7 @@ PUBLIC = [
     "init_device_mesh",
     "make_plan",
     "materialize",
+    "measure_work",
     "pipeline",
     "pipeline_yield",
     "profile_step",

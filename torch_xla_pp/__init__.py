@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from torch_xla_pp.graph import pipeline_yield, shard
     from torch_xla_pp.launch import device, init_device_mesh
+    from torch_xla_pp.measuring import measure_work
     from torch_xla_pp.mesh import AxisRules, striped_positions
     from torch_xla_pp.pipe import Pipe, pipeline
     from torch_xla_pp.planner import PipelinePlan, make_plan
@@ -60,6 +61,7 @@ __all__ = [
     "init_device_mesh",
     "make_plan",
     "materialize",
+    "measure_work",
     "pipeline",
     "pipeline_yield",
     "profile_step",
@@ -82,6 +84,7 @@ _HOMES = {
     ),
     "graph": ("pipeline_yield", "shard"),
     "launch": ("device", "init_device_mesh"),
+    "measuring": ("measure_work",),
     "mesh": ("AxisRules", "striped_positions"),
     "pipe": ("Pipe", "pipeline"),
     "planner": ("PipelinePlan", "make_plan"),

@@ -8,6 +8,11 @@ from torch_xla_pp.planner.devices import (
     link_between_ranks,
 )
 from torch_xla_pp.planner.evaluation import RankBytes
+from torch_xla_pp.planner.measured_costs import (
+    MeasuredCosts,
+    RowSeconds,
+    WorkSeconds,
+)
 from torch_xla_pp.planner.orders import SCHEDULES
 from torch_xla_pp.planner.plan import PipelinePlan
 from torch_xla_pp.planner.plan_values import (
@@ -36,6 +41,7 @@ __all__ = [
     "DEVICES",
     "DeviceSpec",
     "PLANNERS",
+    "MeasuredCosts",
     "PRESETS",
     "PipelinePlan",
     "PlannedBatch",
@@ -48,8 +54,10 @@ __all__ = [
     "PredictedStage",
     "Prediction",
     "RankBytes",
+    "RowSeconds",
     "SCHEDULES",
     "SearchCounts",
+    "WorkSeconds",
     "check",
     "differences",
     "link_between_ranks",

@@ -61,7 +61,7 @@ def plan_of(
         ),
         predicted=_prediction(request, best),
         costs=CostSource(
-            source="roofline",
+            source=_source(evaluator),
             device=device.name,
             is_verified=device.is_verified,
             optimizer_bytes=evaluator.optimizer_bytes,
@@ -77,6 +77,14 @@ def plan_of(
             evaluated=result.num_evaluated,
         ),
     )
+
+
+def _source(evaluator: Evaluator) -> str:
+    measured = evaluator.table.measured
+    if measured is None:
+        return "roofline"
+    rows = ", ".join(map(str, measured.rows))
+    return f"measured on {measured.device} with {rows} rows"
 
 
 def _model(graph: WorkGraph) -> PlannedModel:

@@ -177,7 +177,7 @@ class CostSource:
     """What the prediction is made from.
 
     Args:
-        source: "roofline".
+        source: "roofline", or with which rows times were measured.
         device: Name of the device whose figures were taken.
         is_verified: Whether these were measured.
         optimizer_bytes: Bytes of the optimizer's state for a byte of parameters.

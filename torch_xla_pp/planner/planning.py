@@ -8,6 +8,7 @@ from torch_xla_pp.planner.checks import faults_in
 from torch_xla_pp.planner.comparisons import alternative_of, other_plans
 from torch_xla_pp.planner.devices import Cluster, DeviceSpec, link_between_ranks
 from torch_xla_pp.planner.evaluation import Evaluator
+from torch_xla_pp.planner.measured_costs import MeasuredCosts
 from torch_xla_pp.planner.plan import PipelinePlan
 from torch_xla_pp.planner.plan_parts import plan_of
 from torch_xla_pp.planner.remedies import nothing_fits
@@ -43,6 +44,7 @@ def make_plan(
     planner: PlannerName = "full",
     has_own_inputs: bool = False,
     compare: bool = False,
+    costs: MeasuredCosts | str | Path | None = None,
 ) -> PipelinePlan:
     """Plan how to train a model: stages, ranks, sharding, microbatches and order.
 
@@ -72,6 +74,8 @@ def make_plan(
         has_own_inputs: Whether stages take the model's inputs on their own rank, in
             place of from the first stage.
         compare: Whether to run the other planners, too.
+        costs: What the works were measured to take, or a file of `measure_work`;
+            None for rooflines of the device's figures.
 
     Raises:
         ValueError: An argument is at fault, or nothing fits; the text says what to
@@ -79,6 +83,9 @@ def make_plan(
     """
     graph = work if isinstance(work, WorkGraph) else WorkGraph.from_json(Path(work))
     spec = DeviceSpec.named(device) if isinstance(device, str) else device
+    measured = _measured(costs)
+    if measured is not None:
+        spec = replace(spec, action_s=measured.action_s)
     per_rank = devices_per_rank
     if per_rank is None and devices is None:
         per_rank = 1
@@ -104,7 +111,7 @@ def make_plan(
         network=network or link_between_ranks(spec),
     )
     evaluator = Evaluator(
-        table=WorkTable(graph),
+        table=WorkTable(graph, measured),
         cluster=cluster,
         optimizer_bytes=_optimizer_bytes(optimizer),
         has_own_inputs=has_own_inputs,
@@ -148,6 +155,12 @@ def planned(
         text = "\n".join(faults)
         raise RuntimeError(f"make_plan: expected a sound plan, got:\n{text}")
     return plan
+
+
+def _measured(costs: MeasuredCosts | str | Path | None) -> MeasuredCosts | None:
+    if costs is None or isinstance(costs, MeasuredCosts):
+        return costs
+    return MeasuredCosts.from_json(costs)
 
 
 def _of(planner: PlannerName, evaluator: Evaluator) -> Evaluator:

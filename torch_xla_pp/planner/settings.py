@@ -1,12 +1,13 @@
 """What a plan may choose besides the stages, and in which order to try it."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from torch_xla_pp.planner.evaluation import Evaluator, Setting
 from torch_xla_pp.planner.orders import MULTI, SCHEDULES
 from torch_xla_pp.planner.strategies import PRESETS, Strategy, strategies_for
+from torch_xla_pp.planner.work_costs import WorkTable
 
 PlannerName = Literal["full", "spp", "graphpipe", "pipedream"]
 PLANNERS: tuple[PlannerName, ...] = get_args(PlannerName)
@@ -96,6 +97,8 @@ def _settings(request: Request, evaluator: Evaluator) -> Iterator[Setting]:
             if request.meshes is not None and mesh not in request.meshes:
                 continue
             for rows, count in _row_counts(request, replicas, num_ranks, strategy):
+                if not evaluator.table.takes(rows / strategy.data):
+                    continue
                 for name, stages in _families(request, is_chain):
                     setting = Setting(
                         num_ranks=num_ranks,
@@ -191,6 +194,15 @@ def _why_none(request: Request, evaluator: Evaluator) -> str:
             f"{request.devices_per_rank}, replicas {request.replicas}. Divisors of "
             f"{total} are {', '.join(map(str, _divisors(total)))}."
         )
+    measured = evaluator.table.measured
+    if measured is not None and [*_settings(request, _by_roofline(evaluator))]:
+        least, most = measured.range
+        return (
+            f"plan: costs were measured with {_counts(measured.rows)} rows: expected "
+            f"microbatches of {least} to {most} rows on a device, got none of "
+            f"{request.rows} rows and {_counts(request.microbatches or ())} "
+            "microbatches. Measure with other rows, or plan others."
+        )
     works = evaluator.table.num_works
     shapes = [*_shapes(request, evaluator)]
     divided = [ranks for ranks, r, _ in shapes if not request.rows % r]
@@ -211,6 +223,14 @@ def _why_none(request: Request, evaluator: Evaluator) -> str:
         "Numbers of microbatches that divide the rows of a replica are "
         f"{', '.join(map(str, numbers)) or 'none'}; change the rows, or allow more."
     )
+
+
+def _by_roofline(evaluator: Evaluator) -> Evaluator:
+    return replace(evaluator, table=WorkTable(evaluator.table.graph))
+
+
+def _counts(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers)) or "any number of"
 
 
 def _listed(shapes: list[tuple[int, int, int]], item: int) -> str:
