@@ -189,6 +189,7 @@ def plan_of(
             digest=work.digest,
             num_ops=work.num_ops,
             parameter_bytes=sum(held.values()),
+            op_digests=work.op_digests,
         ),
         batch=PlannedBatch(
             rows=replicas * microbatches * work.rows,

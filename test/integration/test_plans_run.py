@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch_xla.debug import metrics
 
 import torch_xla_pp as xpp
-from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.errors import PipelineError, PlanError
 from torch_xla_pp.planner import DeviceSpec, PipelinePlan
 from torch_xla_pp.testing import Worlds
 from torch_xla_pp.torch_compat import order_of
@@ -300,12 +300,19 @@ def test_ranks_of_other_devices_train_as_the_unsplit_model(worlds: Worlds) -> No
 
 
 def split_by_other_plans() -> str:
-    """Run stages of another plan on each rank; return what is said of it."""
+    """Run stages of another plan on each rank; return what is said of it.
+
+    A plan of another model is refused before.
+    """
     join()
     case = ONE_DEVICE[2]
     model = model_of(case.model)
     plan = plan_for(case, model)
     mesh = xpp.init_device_mesh("xla", plan=plan)
+    other_model = model_of(case.model)
+    other_model.left[1] = nn.Tanh()
+    with pytest.raises(PlanError, match="differ: tanh"):
+        xpp.pipeline(other_model, batch_of(case.model), plan=plan)
     warnings = (f"a plan of rank {dist.get_rank()}",)
     costs = dataclasses.replace(plan.costs, warnings=warnings)
     other = dataclasses.replace(plan, costs=costs)
@@ -320,6 +327,6 @@ def split_by_other_plans() -> str:
     return "none"
 
 
-def test_ranks_with_other_plans_are_refused_on_all_of_them(worlds: Worlds) -> None:
+def test_other_plans_and_models_are_refused_on_all_ranks(worlds: Worlds) -> None:
     found = worlds.run(split_by_other_plans, ranks=2)
     assert all("plan: expected the same on every rank, got [" in x for x in found)

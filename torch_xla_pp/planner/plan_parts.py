@@ -90,6 +90,7 @@ def _model(graph: WorkGraph) -> PlannedModel:
         num_ops=graph.num_ops,
         parameter_bytes=total,
         tied=tuple(sorted(name for name in tied if name is not None)),
+        op_digests=graph.op_digests,
         source=graph.source,
     )
 

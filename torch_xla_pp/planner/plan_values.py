@@ -1,7 +1,7 @@
 """The parts of a plan."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch_xla_pp.planner.evaluation import RankBytes
 from torch_xla_pp.simulate import Flow
@@ -16,6 +16,7 @@ class PlannedModel:
         num_ops: Number of its operations.
         parameter_bytes: Size of its parameters, tied ones once.
         tied: Names of tied groups.
+        op_digests: `WorkGraph.op_digests`.
         source: Where it comes from.
     """
 
@@ -23,6 +24,7 @@ class PlannedModel:
     num_ops: int
     parameter_bytes: int
     tied: tuple[str, ...] = ()
+    op_digests: Mapping[str, str] = field(default_factory=dict)
     source: str = ""
 
 
