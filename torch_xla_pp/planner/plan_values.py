@@ -91,11 +91,13 @@ class PlannedSchedule:
 
     Args:
         name: One of `SCHEDULES`; "dag" is `dag_1f1b` of the edges.
-        stages_per_rank: Number of stages on each rank.
+        stages_per_rank: The most stages on a rank.
+        csv: The actions, as `Schedule.to_csv` writes them, if the name is "list".
     """
 
     name: str
     stages_per_rank: int = 1
+    csv: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
