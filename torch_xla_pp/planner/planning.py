@@ -65,8 +65,9 @@ def make_plan(
             byte.
         replicas: Numbers of pipelines to try.
         microbatches: Numbers of microbatches to try.
-        schedules: Orders of actions to try: 1f1b, zb1p, dag, gpipe, interleaved, zbv.
-        stages_per_rank: Numbers of stages on a rank to try for interleaved.
+        schedules: Orders of actions to try: 1f1b, zb1p, dag, gpipe, interleaved, zbv,
+            and list, which is made for the plan and written out in it.
+        stages_per_rank: Numbers of stages on a rank to try for interleaved and list.
         sharding: Presets to try inside a rank: dp, fsdp, tp.
         meshes: Sizes of the axes data and model to try.
         remat: What stages may choose, none or full.

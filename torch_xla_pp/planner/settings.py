@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from torch_xla_pp.planner.evaluation import Evaluator, Setting
-from torch_xla_pp.planner.orders import MULTI, SCHEDULES
+from torch_xla_pp.planner.orders import LISTED, MULTI, SCHEDULES, takes
 from torch_xla_pp.planner.strategies import PRESETS, Strategy, strategies_for
 from torch_xla_pp.planner.work_costs import WorkTable
 
@@ -41,7 +41,14 @@ class Request:
     replicas: tuple[int, ...] | None = None
     microbatches: tuple[int, ...] | None = None
     stages_per_rank: tuple[int, ...] = (2,)
-    schedules: tuple[str, ...] = ("1f1b", "zb1p", "dag", "interleaved", "zbv")
+    schedules: tuple[str, ...] = (
+        "1f1b",
+        "zb1p",
+        "dag",
+        "interleaved",
+        "zbv",
+        "list",
+    )
     presets: tuple[str, ...] = PRESETS
     meshes: tuple[tuple[int, int], ...] | None = None
     remat: tuple[str, ...] = ("none", "full")
@@ -155,6 +162,9 @@ def _families(request: Request, is_chain: bool) -> Iterator[tuple[str, int]]:
     for name in request.schedules:
         if name == "zbv":
             yield name, 2
+        elif name == LISTED:
+            for stages in sorted({1, *request.stages_per_rank}):
+                yield name, stages
         elif name in MULTI:
             for stages in request.stages_per_rank:
                 if stages > 1:
@@ -170,10 +180,10 @@ def _is_possible(setting: Setting, num_works: int) -> bool:
         return False
     if setting.num_stages > num_works:
         return False
-    in_rounds = setting.schedule in ("interleaved", "zb1p")
-    if in_rounds and count % max(1, count // ranks):
-        return False
-    if setting.schedule == "zbv" and count < 2 * ranks - 1:
+    name = setting.schedule
+    if name == LISTED and setting.stages_per_rank > 1:
+        name = "interleaved"  # Which its cuts are found with.
+    if not takes(name, ranks, count):
         return False
     return 3 * count * setting.num_stages <= _MOST_ACTIONS
 

@@ -8,7 +8,7 @@ Source of the roofline: Williams, Waterman and Patterson, "Roofline: An Insightf
 Visual Performance Model for Multicore Architectures", CACM 2009.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -132,6 +132,28 @@ class WorkTable:
         )
 
     @cached_property
+    def uses(self) -> NDArray[np.int_]:
+        """Number of a value and place of a work that uses it: (uses, 2)."""
+        return _pairs(self.users)
+
+    @cached_property
+    def keeping(self) -> NDArray[np.int_]:
+        """Number of a value and place of a work that keeps it: (keepers, 2)."""
+        return _pairs(self.keepers)
+
+    @cached_property
+    def have_gradients(self) -> NDArray[np.bool_]:
+        """Whether each value has a gradient."""
+        return np.array([v.has_gradient for v in self.graph.values], dtype=bool)
+
+    @cached_property
+    def outputs(self) -> tuple[int, ...]:
+        """Numbers of the values that the model returns."""
+        names = set(self.graph.outputs)
+        values = enumerate(self.graph.values)
+        return tuple(number for number, value in values if value.name in names)
+
+    @cached_property
     def ties(self) -> Mapping[str, tuple[tuple[int, int], ...]]:
         """Name of each tied group → place of each work that uses it, and its bytes."""
         found: dict[str, list[tuple[int, int]]] = {}
@@ -160,6 +182,7 @@ class WorkCosts:
     strategy: Strategy
     rows: int
     optimizer_bytes: float
+    _final: dict[int, Array] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def device_rows(self) -> float:
@@ -210,6 +233,17 @@ class WorkCosts:
         return {r: self.table.saved(r, rows) * share for r in ("none", "full")}
 
     @cached_property
+    def running_bytes(self) -> Array:
+        """A guess of what each work holds while it runs, besides what it keeps."""
+        table = self.table
+        producers = np.array(table.producers, dtype=int)
+        made = producers >= 0
+        found = self.saved["none"].copy()
+        np.add.at(found, table.uses[:, 1], self.value_bytes[table.uses[:, 0]])
+        np.add.at(found, producers[made], self.value_bytes[made])
+        return found + self.gathered_bytes if self.strategy.has_fsdp else found
+
+    @cached_property
     def passed(self) -> Array:
         """Bytes that each work keeps from I to W."""
         return self.table.passed_per_row * self.device_rows * self.share
@@ -231,6 +265,12 @@ class WorkCosts:
         """What the optimizer takes for each work: parameters, gradients, state."""
         moved = self.parameter_bytes * (2 + self.optimizer_bytes)
         return moved / self.cluster.device.bytes_per_s
+
+    def final_s(self, replicas: int) -> Array:
+        """Return what each work takes at the end of a step, which is kept."""
+        if replicas not in self._final:
+            self._final[replicas] = self.gradient_sum_s(replicas) + self.optimizer_s
+        return self._final[replicas]
 
     def gradient_sum_s(self, replicas: int) -> Array:
         """Return what the sum of each work's gradients takes at the end of a step."""
@@ -320,6 +360,12 @@ def _ring(sizes: Array, count: int, bytes_per_s: float, latency_s: float) -> Arr
     seconds = latency_s + (count - 1) / count * sizes / bytes_per_s
     found: Array = np.where(sizes > 0, seconds, 0.0)
     return found
+
+
+def _pairs(members: Sequence[Sequence[int]]) -> NDArray[np.int_]:
+    """Return the number of each group with each of its members."""
+    pairs = [(number, place) for number, own in enumerate(members) for place in own]
+    return np.array(pairs, dtype=int).reshape(-1, 2)
 
 
 def _numbers(cost: Cost) -> tuple[float, float, float, float]:
