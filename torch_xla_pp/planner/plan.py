@@ -9,9 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torch_xla_pp import record
+from torch_xla_pp.planner.example_rows import with_rows
 from torch_xla_pp.planner.orders import planned_order
+from torch_xla_pp.planner.plan_faults import plan_faults
 from torch_xla_pp.planner.plan_values import (
     Alternative,
     CostSource,
@@ -117,6 +120,19 @@ class PipelinePlan:
             edges,
         ).schedule
 
+    def example(self, values: Any) -> Any:
+        """Return an example of a microbatch with as many rows as planned.
+
+        Args:
+            values: One of any number of rows: tensors, or tuples, lists and mappings
+                of them. What has as many rows as the first tensor gets the planned
+                ones, by leaving rows out or repeating them; all else is kept.
+
+        Example:
+            pipe = xpp.pipeline(model, plan.example((x,)), plan=plan)
+        """
+        return with_rows(values, self.batch.rows_per_microbatch)
+
     def to_json(self, path: str | Path | None = None) -> str:
         """Return it as JSON; equal plans give equal texts.
 
@@ -133,7 +149,10 @@ class PipelinePlan:
             source: A file, or the text itself, which is known by its line ends.
 
         Raises:
-            ValueError: It is no plan, of another format, or has missing, unknown or
-                faulty fields; all are named.
+            ValueError: It is no plan, of another format, has missing, unknown or
+                faulty fields, or could run for no model; all faults are named.
         """
-        return record.from_json(cls, source, _FORMAT)
+        plan = record.from_json(cls, source, _FORMAT)
+        if faults := [*plan_faults(plan)]:
+            raise ValueError("\n".join(f"{_FORMAT}: {fault}" for fault in faults))
+        return plan

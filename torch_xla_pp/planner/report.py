@@ -1,9 +1,11 @@
 """A plan as the command prints it."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import groupby
 from typing import Protocol
 
+from torch_xla_pp.planner.evaluation import RankBytes
 from torch_xla_pp.planner.plan_values import (
     Alternative,
     CostSource,
@@ -120,26 +122,54 @@ def _stage_lines(plan: ReportedPlan) -> list[str]:
             str(stage.rank),
             str(len(stage.ops)),
             stage.remat,
+            *(f"{1e3 * s:.4g}" for s in (cost.forward_s, cost.input_s, cost.weight_s)),
             _shortened(stage.modules),
         ]
-        for number, stage in enumerate(plan.stages)
+        for number, (stage, cost) in enumerate(
+            zip(plan.stages, plan.predicted.stages, strict=True)
+        )
     ]
-    return table(["stage", "rank", "ops", "remat", "modules"], rows)
+    header = ["stage", "rank", "ops", "remat", "F ms", "I ms", "W ms", "modules"]
+    return table(header, rows)
 
 
 def _rank_lines(plan: ReportedPlan) -> list[str]:
     rows = []
     for number, rank in enumerate(plan.predicted.ranks):
-        held, step_s = rank.bytes, plan.predicted.step_s
+        step_s = plan.predicted.step_s
         share = f"{100 * rank.busy_s / step_s:.1f} %" if step_s else "-"
-        rest = held.total - held.state - held.saved
-        parts = [held.total, held.state, held.saved, rest]
-        capacity = bytes_text(plan.ranks[number].capacity_bytes)
-        rows.append(
-            [str(number), share, str(rank.live), *map(bytes_text, parts), capacity]
-        )
-    header = ["rank", "busy", "live", "memory", "state", "saved", "other", "of"]
-    return [f"mesh of a rank: {_mesh_text(plan)}", *table(header, rows)]
+        rows.append([str(number), share, str(rank.live)])
+    held = memory_table(
+        [rank.bytes for rank in plan.predicted.ranks],
+        [rank.capacity_bytes for rank in plan.ranks],
+    )
+    return [
+        f"mesh of a rank: {_mesh_text(plan)}",
+        *table(["rank", "busy", "live"], rows),
+        "",
+        "memory of a device",
+        *held,
+    ]
+
+
+def memory_table(ranks: Sequence[RankBytes], capacities: Sequence[int]) -> list[str]:
+    """Return lines with what a device of each rank holds, part by part.
+
+    Args:
+        ranks: The bytes of each rank.
+        capacities: What there is for them.
+    """
+    names = [field.name for field in fields(RankBytes)]
+    rows = [
+        [
+            str(number),
+            *(bytes_text(getattr(held, name)) for name in names),
+            bytes_text(held.total),
+            bytes_text(capacity),
+        ]
+        for number, (held, capacity) in enumerate(zip(ranks, capacities, strict=True))
+    ]
+    return table(["rank", *names, "total", "of"], rows)
 
 
 def _alternative_lines(plan: ReportedPlan) -> list[str]:
