@@ -25,6 +25,7 @@ from torch_xla_pp.planner.plan_values import (
     SearchCounts,
 )
 from torch_xla_pp.planner.planning import make_plan
+from torch_xla_pp.planner.rank_links import RankLinks
 from torch_xla_pp.planner.report import differences
 from torch_xla_pp.planner.settings import PLANNERS
 from torch_xla_pp.planner.strategies import PRESETS
@@ -48,6 +49,7 @@ __all__ = [
     "PredictedStage",
     "Prediction",
     "RankBytes",
+    "RankLinks",
     "SCHEDULES",
     "SearchCounts",
     "check",

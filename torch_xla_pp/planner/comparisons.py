@@ -46,6 +46,15 @@ def other_plans(
             yield change, best_of(search(again, evaluator)), again
 
 
+def with_other_stages(
+    request: Request, evaluator: Evaluator, best: Evaluation
+) -> tuple[str, Evaluation, Request] | None:
+    """Return the best plan with all else as planned, were its stages not given."""
+    asked = replace(pinned(request, best), stages=None)
+    found = search(asked, evaluator)
+    return ("stages", best_of(found), asked) if found.best else None
+
+
 def alternative_of(change: str, other: Evaluation, request: Request) -> Alternative:
     """Describe a plan in which one choice differs, and the request that gives it."""
     return Alternative(
@@ -98,6 +107,7 @@ def _label(change: str, other: Evaluation) -> str:
         "sharding": " + ".join(strategy.presets) + f" ({strategy})",
         "replicas": f"{setting.replicas} of {setting.num_ranks} ranks, "
         f"{setting.num_microbatches} microbatches",
+        "stages": "the planner's",
         "remat": "full everywhere" if "none" not in other.cut.remat else "none",
     }[change]
 
@@ -139,6 +149,7 @@ def reasons_of(
         "microbatches": f"{setting.num_microbatches} of {setting.rows} rows",
         "sharding": " + ".join(setting.strategy.presets) + f" ({setting.strategy})",
         "replicas": f"{setting.replicas} of {setting.num_ranks} ranks",
+        "stages": "the given ones",
         "remat": "full in "
         f"{best.cut.remat.count('full')} of {setting.num_stages} stages",
     }

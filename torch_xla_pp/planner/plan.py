@@ -4,7 +4,6 @@ It has no times of the search, so that equal input gives equal texts.
 """
 
 import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,9 +25,10 @@ from torch_xla_pp.planner.plan_values import (
     Prediction,
     SearchCounts,
 )
+from torch_xla_pp.planner.rank_links import network_of
 from torch_xla_pp.planner.report import report_of
 from torch_xla_pp.schedule import Schedule
-from torch_xla_pp.simulate import Costs, Link, Network, stage_seconds
+from torch_xla_pp.simulate import Costs, Network, stage_seconds
 
 _FORMAT = "torch_xla_pp plan 1"
 
@@ -95,19 +95,7 @@ class PipelinePlan:
 
     def network(self) -> Network:
         """Return the links between ranks, as `simulate` takes them."""
-        links = {
-            (link.sender, link.receiver): Link(
-                latency_s=link.latency_s, bytes_per_s=link.bytes_per_s or math.inf
-            )
-            for link in self.costs.links
-        }
-        default = links.pop((None, None), Link())
-        named = {
-            (sender, receiver): link
-            for (sender, receiver), link in links.items()
-            if sender is not None and receiver is not None
-        }
-        return Network(default=default, links=named)
+        return network_of(self.costs.links)
 
     def table(self) -> Schedule:
         """Return the actions of each rank."""

@@ -1,6 +1,5 @@
 """From the best cut of a search to the parts of a plan."""
 
-import math
 from collections.abc import Iterator
 
 from torch_xla_pp.planner.comparisons import reasons_of
@@ -10,7 +9,6 @@ from torch_xla_pp.planner.plan_values import (
     Alternative,
     CostSource,
     PlannedBatch,
-    PlannedLink,
     PlannedModel,
     PlannedRank,
     PlannedSchedule,
@@ -20,10 +18,10 @@ from torch_xla_pp.planner.plan_values import (
     Prediction,
     SearchCounts,
 )
+from torch_xla_pp.planner.rank_links import links_of
 from torch_xla_pp.planner.search import SearchResult, best_of
 from torch_xla_pp.planner.settings import Request
 from torch_xla_pp.schedule import peak_live
-from torch_xla_pp.simulate import Link, Network
 from torch_xla_pp.work import WorkGraph
 
 
@@ -65,7 +63,7 @@ def plan_of(
             device=device.name,
             is_verified=device.is_verified,
             optimizer_bytes=evaluator.optimizer_bytes,
-            links=tuple(_links(evaluator.cluster.network)),
+            links=links_of(evaluator.cluster.network),
             warnings=tuple(_warnings(evaluator)),
         ),
         reasons=tuple(reasons_of(evaluator, best, alternatives)),
@@ -180,18 +178,6 @@ def _prediction(request: Request, best: Evaluation) -> Prediction:
         ),
         flows=costs.flows,
     )
-
-
-def _links(network: Network) -> Iterator[PlannedLink]:
-    pairs: list[tuple[int | None, int | None, Link]] = [(None, None, network.default)]
-    pairs += [(s, r, link) for (s, r), link in sorted(network.links.items())]
-    for sender, receiver, link in pairs:
-        yield PlannedLink(
-            sender=sender,
-            receiver=receiver,
-            latency_s=link.latency_s,
-            bytes_per_s=None if math.isinf(link.bytes_per_s) else link.bytes_per_s,
-        )
 
 
 def _warnings(evaluator: Evaluator) -> Iterator[str]:

@@ -20,7 +20,7 @@ def nothing_fits(request: Request, evaluator: Evaluator, result: SearchResult) -
     """Say what the nearest plan lacks, and what would help, in order."""
     lines = []
     if result.best:
-        lines += _least_lines(best_of(result))
+        lines += _least_lines(best_of(result), request)
     else:
         capacity = evaluator.cluster.capacity_bytes
         lines.append(
@@ -35,7 +35,8 @@ def nothing_fits(request: Request, evaluator: Evaluator, result: SearchResult) -
     return "\n".join(lines)
 
 
-def _least_lines(best: Evaluation) -> list[str]:
+def _least_lines(best: Evaluation, request: Request) -> list[str]:
+    given = "" if request.stages is None else ", the given stages"
     number = max(range(len(best.ranks)), key=lambda rank: best.ranks[rank].total)
     held, setting = best.ranks[number], best.cut.setting
     capacities = [best.capacity_bytes] * len(best.ranks)
@@ -46,7 +47,7 @@ def _least_lines(best: Evaluation) -> list[str]:
         f"saved, {bytes_text(held.outputs)} outputs, {bytes_text(held.temporary)} "
         f"temporary), with {setting.num_ranks} ranks, {setting.strategy}, "
         f"{setting.num_microbatches} microbatches of {setting.rows} rows, "
-        f"{setting.schedule}:",
+        f"{setting.schedule}{given}:",
         *(f"  {line}" for line in memory_table(best.ranks, capacities)),
     ]
 
@@ -72,6 +73,8 @@ def _effect_text(steps: Sequence[Remedy]) -> str | None:
 def _remedies(request: Request, evaluator: Evaluator) -> Iterator[list[Remedy]]:
     """Yield what may help, each from little to much of it."""
     factors = [2**n for n in range(1, _DOUBLINGS + 1)]
+    if request.stages is not None:
+        yield [("other stages", replace(request, stages=None), evaluator)]
     if "full" not in request.remat:
         allowed = replace(request, remat=("none", "full"))
         yield [("allow remat full", allowed, evaluator)]
@@ -90,7 +93,7 @@ def _remedies(request: Request, evaluator: Evaluator) -> Iterator[list[Remedy]]:
 
 def _more_ranks(request: Request, evaluator: Evaluator, factor: int) -> Remedy:
     count = None if request.num_ranks is None else factor * request.num_ranks
-    asked = replace(request, num_ranks=count, replicas=None)
+    asked = replace(request, num_ranks=count, replicas=None, stages=None)
     label = f"{'twice' if factor == 2 else f'{factor} times'} the ranks"
     return label, asked, _with_devices(evaluator, factor)
 

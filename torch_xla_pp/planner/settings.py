@@ -30,6 +30,7 @@ class Request:
         meshes: Sizes of the axes data and model to try.
         remat: What stages may choose.
         planner: Which search: "full", or one of those that it is compared with.
+        stages: Stage of each work, if that is given.
 
     Raises:
         ValueError: A name is unknown or a count below one; all are told.
@@ -46,6 +47,12 @@ class Request:
     meshes: tuple[tuple[int, int], ...] | None = None
     remat: tuple[str, ...] = ("none", "full")
     planner: PlannerName = "full"
+    stages: tuple[int, ...] | None = None
+
+    @property
+    def num_given_stages(self) -> int | None:
+        """Number of the stages that are given, None if they are not."""
+        return None if self.stages is None else max(self.stages) + 1
 
     def __post_init__(self) -> None:
         faults = []
@@ -107,6 +114,8 @@ def _settings(request: Request, evaluator: Evaluator) -> Iterator[Setting]:
                         schedule=name,
                         stages_per_rank=stages,
                     )
+                    if request.num_given_stages not in (None, setting.num_stages):
+                        continue
                     if _is_possible(setting, evaluator.table.num_works):
                         yield setting
 
@@ -194,6 +203,16 @@ def _why_none(request: Request, evaluator: Evaluator) -> str:
         )
     works = evaluator.table.num_works
     shapes = [*_shapes(request, evaluator)]
+    if request.stages is not None and any(
+        _settings(replace(request, stages=None), evaluator)
+    ):
+        return (
+            f"plan: expected ranks and stages per rank that make the "
+            f"{request.num_given_stages} given stages, got pipelines of "
+            f"{_listed(shapes, 0)} ranks, {', '.join(request.schedules)} and, where "
+            f"these take several, {', '.join(map(str, request.stages_per_rank))} "
+            "stages per rank. Change these, replicas, or the stages."
+        )
     divided = [ranks for ranks, r, _ in shapes if not request.rows % r]
     least = min(divided, default=0)
     if least > works:
