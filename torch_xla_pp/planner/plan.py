@@ -16,6 +16,7 @@ from torch_xla_pp.planner.orders import planned_order
 from torch_xla_pp.planner.plan_faults import plan_faults
 from torch_xla_pp.planner.plan_values import (
     Alternative,
+    Candidate,
     CostSource,
     PlannedBatch,
     PlannedModel,
@@ -49,6 +50,8 @@ class PipelinePlan:
         alternatives: Plans in which one choice differs.
         baselines: Planner → seconds of a step of its plan, if compared.
         search: How much was searched.
+        candidates: The best plans with other choices, those that fit first, then by
+            their steps.
     """
 
     model: PlannedModel
@@ -62,6 +65,7 @@ class PipelinePlan:
     alternatives: tuple[Alternative, ...]
     baselines: Mapping[str, float]
     search: SearchCounts
+    candidates: tuple[Candidate, ...] = ()
 
     def __str__(self) -> str:
         return report_of(self)

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
-from torch_xla_pp.planner.comparisons import reasons_of
+from torch_xla_pp.planner.comparisons import options_text, pinned, reasons_of
 from torch_xla_pp.planner.evaluation import Evaluation, Evaluator
 from torch_xla_pp.planner.plan import PipelinePlan
 from torch_xla_pp.planner.plan_values import (
     Alternative,
+    Candidate,
     CostSource,
     PlannedBatch,
     PlannedModel,
@@ -23,6 +24,8 @@ from torch_xla_pp.planner.search import SearchResult, best_of
 from torch_xla_pp.planner.settings import Request
 from torch_xla_pp.schedule import peak_live
 from torch_xla_pp.work import WorkGraph
+
+_MOST_CANDIDATES = 100
 
 
 def plan_of(
@@ -74,7 +77,26 @@ def plan_of(
             pruned=result.num_pruned,
             evaluated=result.num_evaluated,
         ),
+        candidates=tuple(_candidates(request, result)),
     )
+
+
+def _candidates(request: Request, result: SearchResult) -> Iterator[Candidate]:
+    for found in result.ranking[:_MOST_CANDIDATES]:
+        setting = found.cut.setting
+        replicas = f"{setting.replicas} x " if setting.replicas > 1 else ""
+        presets = f" {'+'.join(setting.strategy.presets)}"
+        stages = setting.stages_per_rank
+        yield Candidate(
+            label=f"{replicas}{setting.num_ranks} ranks, {setting.strategy}"
+            f"{presets if setting.strategy.presets else ''}, "
+            f"{setting.num_microbatches} of {setting.rows} rows, {setting.schedule}"
+            f"{f' x {stages}' if stages > 1 else ''}",
+            options=options_text(pinned(request, found)),
+            step_s=found.step_s,
+            peak_bytes=found.peak_bytes,
+            fits=found.fits,
+        )
 
 
 def _model(graph: WorkGraph) -> PlannedModel:

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch_xla_pp.planner.evaluation import RankBytes
 from torch_xla_pp.planner.plan_values import (
     Alternative,
+    Candidate,
     CostSource,
     PlannedBatch,
     PlannedModel,
@@ -42,6 +43,8 @@ class ReportedPlan(Protocol):
     def alternatives(self) -> tuple[Alternative, ...]: ...  # noqa: D102
     @property
     def baselines(self) -> Mapping[str, float]: ...  # noqa: D102
+    @property
+    def candidates(self) -> tuple[Candidate, ...]: ...  # noqa: D102
     @property
     def stage_of(self) -> Mapping[str, int]: ...  # noqa: D102
 
@@ -123,7 +126,7 @@ def _stage_lines(plan: ReportedPlan) -> list[str]:
             str(len(stage.ops)),
             stage.remat,
             *(f"{1e3 * s:.4g}" for s in (cost.forward_s, cost.input_s, cost.weight_s)),
-            _shortened(stage.modules),
+            modules_text(stage.modules),
         ]
         for number, (stage, cost) in enumerate(
             zip(plan.stages, plan.predicted.stages, strict=True)
@@ -186,8 +189,32 @@ def _alternative_lines(plan: ReportedPlan) -> list[str]:
     return table(["other", "change", "step", "memory", "fits"], rows)
 
 
-def _shortened(modules: Sequence[str]) -> str:
-    """Write paths, runs of numbered ones as layers.0..5."""
+def candidates_text(plan: ReportedPlan, count: int) -> str:
+    """Return the best candidates as a table, the fastest of those that fit first.
+
+    Args:
+        plan: The plan.
+        count: How many to tell at most.
+    """
+    rows = [
+        [
+            one.label,
+            seconds_text(one.step_s),
+            bytes_text(one.peak_bytes),
+            "yes" if one.fits else "no",
+        ]
+        for one in plan.candidates[:count]
+    ]
+    return "\n".join(
+        [
+            f"{len(rows)} of {len(plan.candidates)} candidates",
+            *table(["candidate", "step", "memory", "fits"], rows),
+        ]
+    )
+
+
+def modules_text(modules: Sequence[str]) -> str:
+    """Write paths of modules, runs of numbered ones as layers.0..5."""
     parts = []
     for (head, tail), group in groupby(modules, _around_number):
         numbers = [_number(path) for path in group]
