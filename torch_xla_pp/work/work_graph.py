@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch_xla_pp import record
 from torch_xla_pp.work.amount import Amount, Cost
+from torch_xla_pp.work.repeated import repeated
 
 _FORMAT = "torch_xla_pp work 1"
 
@@ -178,6 +179,22 @@ class WorkGraph:
         """Return the names of the works whose values a work uses."""
         place = self.index[work]
         return tuple(self.works[p].name for p, c in self.edges if c == place)
+
+    def repeated(self, path: str, count: int) -> "WorkGraph":
+        """Return the work of a model that has more equal layers in a row.
+
+        For plans of deep models that are not there: costs are those of the layers that
+        were traced, and operations have names that no model has.
+
+        Args:
+            path: Path of the layers, such as "layers" for `layers.0`, `layers.1`, …
+            count: How many there are to be in all.
+
+        Raises:
+            ValueError: No two layers of that path are equal neighbours, or there are
+                more of them already.
+        """
+        return repeated(self, path, count)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return it as JSON.
