@@ -1,52 +1,65 @@
 """Models with more layers than were traced, by repeating one of them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
-if TYPE_CHECKING:
-    from torch_xla_pp.work.work_graph import Work, WorkGraph, WorkValue
+from torch_xla_pp.work.works import Work, WorkValue
+
+LayeredParts = tuple[tuple[Work, ...], tuple[WorkValue, ...]]
 
 
-def repeated(graph: "WorkGraph", path: str, count: int) -> "WorkGraph":
-    """Return the work of a model that has more equal layers in a row.
-
-    The layers of `path` are `path.0`, `path.1`, … Two neighbours that cost the same
-    are looked for, of which the second takes values of the first and of what both use;
-    copies of the second are put between them. Works of no layer, such as one that a
-    border of layers is in the middle of, stay as they are.
+@dataclass(frozen=True, slots=True)
+class LayeredModel:
+    """A model of which a layer may be repeated.
 
     Args:
-        graph: The work of the model.
-        path: Path of the layers, such as "layers".
-        count: How many there are to be in all.
-
-    Raises:
-        ValueError: There are no such layers, more of them already, or no two are equal
-            neighbours.
+        works: Its works, in program order.
+        values: The values between them.
+        outputs: Names of the values that it returns.
     """
-    layers = _layers_of(graph, path)
-    if not layers or count < len(layers):
-        found = f"{len(layers)}" if layers else "none"
-        raise ValueError(
-            f"repeated: expected {path!r} to name layers such as {path}.0, at most "
-            f"{count} of them, got {found}. Name others, or take a larger count."
-        )
-    pair = next((p for p in sorted(layers) if _are_equal(graph, layers, p)), None)
-    if pair is None:
-        raise ValueError(
-            f"repeated: expected two neighbours of {path!r} that cost the same, the "
-            f"second of which takes values of the first alone, got {len(layers)} "
-            "layers without. Trace the model with more equal layers."
-        )
-    added = count - len(layers)
-    return _Repeats(graph, path, layers[pair], layers[pair + 1], added).graph()
+
+    works: Sequence[Work]
+    values: Sequence[WorkValue]
+    outputs: Sequence[str]
+
+    def repeated(self, path: str, count: int) -> LayeredParts:
+        """Return works and values of a model that has more equal layers in a row.
+
+        Two neighbours that cost the same are looked for, of which the second takes
+        values of the first and of what both use; copies of the second are put between
+        them. Works of no layer, such as one with a border of layers in its middle,
+        stay as they are.
+
+        Args:
+            path: Path of the layers, such as "layers" for `layers.0`, `layers.1`, …
+            count: How many there are to be in all.
+
+        Raises:
+            ValueError: There are no such layers, more of them already, or no two are
+                equal neighbours.
+        """
+        layers = _layers_of(self, path)
+        if not layers or count < len(layers):
+            found = f"{len(layers)}" if layers else "none"
+            raise ValueError(
+                f"repeated: expected {path!r} to name layers such as {path}.0, at most "
+                f"{count} of them, got {found}. Name others, or take a larger count."
+            )
+        pair = next((p for p in sorted(layers) if _are_equal(self, layers, p)), None)
+        if pair is None:
+            raise ValueError(
+                f"repeated: expected two neighbours of {path!r} that cost the same, "
+                "the second of which takes values of the first alone, got "
+                f"{len(layers)} layers without. Trace the model with more equal layers."
+            )
+        added = count - len(layers)
+        return _Repeats(self, path, layers[pair], layers[pair + 1], added).parts()
 
 
-def _layers_of(graph: "WorkGraph", path: str) -> dict[int, list["Work"]]:
+def _layers_of(model: LayeredModel, path: str) -> dict[int, list[Work]]:
     """Return the works of each numbered layer."""
     found: dict[int, list[Work]] = {}
-    for work in graph.works:
+    for work in model.works:
         number = _number(work.module, path)
         if number is not None:
             found.setdefault(number, []).append(work)
@@ -62,7 +75,7 @@ def _number(name: str, path: str) -> int | None:
 
 
 def _are_equal(
-    graph: "WorkGraph", layers: Mapping[int, Sequence["Work"]], number: int
+    model: LayeredModel, layers: Mapping[int, Sequence[Work]], number: int
 ) -> bool:
     """Tell if a layer and the next one cost the same and are linked as a chain."""
     first, second = layers[number], layers.get(number + 1, ())
@@ -71,30 +84,30 @@ def _are_equal(
     names, after = ({work.name for work in works} for works in (first, second))
     twin = {a.name: b.name for a, b in zip(first, second, strict=True)}
     is_linked = False
-    for value in graph.values:
+    for value in model.values:
         users = set(value.users)
         is_made = value.producer in names
         is_linked |= is_made and bool(users & after)
-        if is_made and (not users <= names | after or value.name in graph.outputs):
+        if is_made and (not users <= names | after or value.name in model.outputs):
             return False
         is_shared = value.producer not in names | after
         in_first = {twin[user] for user in users & names}
         if is_shared and users & after and in_first != users & after:
             return False
-    made, again = ([*_made(graph, works)] for works in (first, second))
+    made, again = ([*_made(model, works)] for works in (first, second))
     return is_linked and len(made) == len(again)
 
 
-def _made(graph: "WorkGraph", works: Sequence["Work"]) -> list["WorkValue"]:
+def _made(model: LayeredModel, works: Sequence[Work]) -> list[WorkValue]:
     """Return the values that works make, in their order."""
-    return [v for work in works for v in graph.values if v.producer == work.name]
+    return [v for work in works for v in model.values if v.producer == work.name]
 
 
 class _Repeats:
     """Puts copies of a layer between the one before and itself.
 
     Args:
-        graph: The work of the model.
+        model: The model.
         path: Path of the layers.
         first: The works of the layer before.
         second: The works of the layer to copy.
@@ -103,52 +116,50 @@ class _Repeats:
 
     def __init__(
         self,
-        graph: "WorkGraph",
+        model: LayeredModel,
         path: str,
-        first: Sequence["Work"],
-        second: Sequence["Work"],
+        first: Sequence[Work],
+        second: Sequence[Work],
         added: int,
     ) -> None:
-        self._graph, self._path, self._added = graph, path, added
+        self._model, self._path, self._added = model, path, added
         self._second = second
         self._number = _number(second[0].module, path) or 0
         self._inside = {work.name for work in second}
-        made, again = _made(graph, first), _made(graph, second)
+        made, again = _made(model, first), _made(model, second)
         self._twins = {a.name: b for a, b in zip(made, again, strict=True)}
         self._within = {work.name for work in first}
-        names = [p.tied for w in graph.works for p in w.parameters if p.tied]
+        names = [p.tied for w in model.works for p in w.parameters if p.tied]
         own = [p.tied for w in second for p in w.parameters if p.tied]
         self._own_ties = {n for n in own if own.count(n) == names.count(n)}
 
-    def graph(self) -> "WorkGraph":
-        """Return the longer graph."""
-        graph = self._graph
-        place = graph.index[self._second[0].name]
+    def parts(self) -> LayeredParts:
+        """Return the works and values of the deeper model."""
+        model = self._model
+        place = model.works.index(self._second[0])
         copies = [self._work(w, n) for n in self._copies for w in self._second]
         works = [
-            *graph.works[:place],
+            *model.works[:place],
             *copies,
-            *(self._moved(work) for work in graph.works[place:]),
+            *(self._moved(work) for work in model.works[place:]),
         ]
         order = {work.name: number for number, work in enumerate(works)}
-        values = []
-        for value in graph.values:
-            values += self._values(value)
+        longer = [v for value in model.values for v in self._values(value)]
         values = [
             replace(
                 value,
                 users=tuple(sorted(value.users, key=order.__getitem__)),
                 kept_by=tuple(sorted(value.kept_by, key=order.__getitem__)),
             )
-            for value in values
+            for value in longer
         ]
-        return replace(graph, works=tuple(works), values=tuple(values))
+        return tuple(works), tuple(values)
 
     @property
     def _copies(self) -> range:
         return range(1, self._added + 1)
 
-    def _values(self, value: "WorkValue") -> list["WorkValue"]:
+    def _values(self, value: WorkValue) -> list[WorkValue]:
         """Return a value, and what copies make in place of it."""
         if value.name in self._twins:
             return [self._passed_on(value, value, 0), *self._copied(value)]
@@ -167,7 +178,7 @@ class _Repeats:
     def _named(self, works: Sequence[str]) -> list[str]:
         return [_copy(name, n) for n in self._copies for name in works]
 
-    def _copied(self, value: "WorkValue") -> list["WorkValue"]:
+    def _copied(self, value: WorkValue) -> list[WorkValue]:
         """Return the twin of a value of the layer before for each copy."""
         twin = self._twins[value.name]
         found = []
@@ -184,9 +195,7 @@ class _Repeats:
             found.append(self._passed_on(inside, value, number))
         return found
 
-    def _passed_on(
-        self, value: "WorkValue", like: "WorkValue", number: int
-    ) -> "WorkValue":
+    def _passed_on(self, value: WorkValue, like: WorkValue, number: int) -> WorkValue:
         """Let the layer after the copy use a value as the second uses the first's."""
         last = number == self._added
 
@@ -205,7 +214,7 @@ class _Repeats:
             kept_by=(*kept, *after(like.kept_by)),
         )
 
-    def _work(self, work: "Work", number: int) -> "Work":
+    def _work(self, work: Work, number: int) -> Work:
         """Return a copy of a work."""
         place = self._number + number - 1
         parameters = tuple(
@@ -224,7 +233,7 @@ class _Repeats:
             parameters=parameters,
         )
 
-    def _moved(self, work: "Work") -> "Work":
+    def _moved(self, work: Work) -> Work:
         """Number the modules of a later work anew."""
         number = _number(work.module, self._path)
         if number is None or number < self._number:
