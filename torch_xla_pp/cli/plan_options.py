@@ -30,8 +30,9 @@ def add_plan_options(command: ArgumentParser) -> None:
     add(
         "work",
         metavar="WORK",
-        help="the model's work as JSON, or script.py:function, which returns a model "
-        "and the positional arguments of a microbatch",
+        help="the model's work as JSON, or script.py:function, which returns a model, "
+        "the positional arguments of a microbatch and, if there is one, a loss "
+        "function and its target",
     )
     add("--save-work", metavar="FILE", help="write the model's work as JSON")
     add("--rows", type=int, required=True, help="rows of a step, of all replicas")
@@ -153,15 +154,21 @@ def _work_of(target: str) -> WorkGraph:
         return WorkGraph.from_json(Path(target))
     known = runpy.run_path(script)
     made = known[name]() if callable(known.get(name)) else None
-    if not isinstance(made, tuple) or len(made) < 2 or not isinstance(made[1], tuple):
+    if (
+        not isinstance(made, tuple)
+        or len(made) not in (2, 4)
+        or not isinstance(made[1], tuple)
+    ):
         raise ValueError(
-            f"{target}: expected a function that returns a model and the tuple of a "
-            f"microbatch's arguments, got {type(made).__name__}. Write e.g. "
-            "def plan(): return Model(), (torch.zeros(8, 128),)."
+            f"{target}: expected a function that returns a model, the tuple of a "
+            "microbatch's arguments, and a loss function with its target or neither, "
+            f"got {type(made).__name__}. Write e.g. def plan(): return Model(), "
+            "(torch.zeros(8, 128),), mse_loss, torch.zeros(8, 2)."
         )
     from torch_xla_pp.tracing import trace_work  # With torch, which files do without.
 
-    return trace_work(made[0], made[1])
+    loss_fn, loss_target = (*made[2:], None, None)[:2]
+    return trace_work(made[0], made[1], loss_fn=loss_fn, target=loss_target)
 
 
 def _size(text: str) -> int:

@@ -1,8 +1,10 @@
 """From the best cut of a search to the parts of a plan."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from torch_xla_pp.planner.comparisons import options_text, pinned, reasons_of
+from torch_xla_pp.planner.devices import DeviceSpec
 from torch_xla_pp.planner.evaluation import Evaluation, Evaluator
 from torch_xla_pp.planner.plan import PipelinePlan
 from torch_xla_pp.planner.plan_values import (
@@ -23,9 +25,12 @@ from torch_xla_pp.planner.rank_links import links_of
 from torch_xla_pp.planner.search import SearchResult, best_of
 from torch_xla_pp.planner.settings import Request
 from torch_xla_pp.schedule import peak_live
+from torch_xla_pp.text import bytes_text
 from torch_xla_pp.work import WorkGraph
 
 _MOST_CANDIDATES = 100
+# What share of a model's bytes may be written by operations of unknown cost.
+_UNKNOWN_SHARE = 0.05
 
 
 def plan_of(
@@ -206,7 +211,31 @@ def _warnings(evaluator: Evaluator) -> Iterator[str]:
     device = evaluator.cluster.device
     if not device.is_verified:
         yield f"figures of {device.name} are not measured: {device.source}"
+    yield from _work_warnings(evaluator.table.graph, device)
     if not evaluator.has_own_inputs:
         count = sum(v.producer is None for v in evaluator.table.graph.values)
         if count > 1:
             yield f"the {count} inputs of the model go through the first stage"
+
+
+def _work_warnings(graph: WorkGraph, device: DeviceSpec) -> Iterator[str]:
+    if not graph.has_loss:
+        yield (
+            "no loss was given: what it and its gradient take is not counted; trace "
+            "the model with loss_fn and target"
+        )
+    share = sum(graph.unknown_ops.values())
+    if share > _UNKNOWN_SHARE:
+        yield (
+            f"operations of unknown FLOPs write {100 * share:.0f} % of all bytes, and "
+            f"count as moving bytes alone: {', '.join(graph.unknown_ops)}"
+        )
+    sizes: Counter[str] = Counter()
+    for parameter in (p for work in graph.works for p in work.parameters):
+        sizes[parameter.dtype] += parameter.bytes
+    if others := sorted(sizes.keys() - {device.dtype}) if device.dtype else []:
+        held = ", ".join(f"{dtype} ({bytes_text(sizes[dtype])})" for dtype in others)
+        yield (
+            f"the peak of {device.name} is that of {device.dtype}, and is taken for "
+            f"parameters of {held}, too; a device file can have another"
+        )

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 from torch_xla_pp import record
+from torch_xla_pp.work.amount import Cost
 from torch_xla_pp.work.repeated import LayeredModel
 from torch_xla_pp.work.works import Work, WorkValue
 
@@ -31,6 +32,8 @@ class WorkGraph:
         values: What goes between them, into the first and out of the last ones.
         rows: Rows with which the model was traced.
         outputs: Names of the values that the model returns.
+        unknown_ops: Operations whose FLOPs are unknown → their share of all bytes.
+        has_loss: Whether the cost of the loss is in that of the last work.
         source: Where it comes from, for printing.
 
     Raises:
@@ -41,6 +44,8 @@ class WorkGraph:
     values: tuple[WorkValue, ...]
     rows: int
     outputs: tuple[str, ...]
+    unknown_ops: Mapping[str, float] = field(default_factory=dict)
+    has_loss: bool = False
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -99,6 +104,30 @@ class WorkGraph:
         """Return the names of the works whose values a work uses."""
         place = self.index[work]
         return tuple(self.works[p].name for p, c in self.edges if c == place)
+
+    def with_loss(self, cost: Cost) -> "WorkGraph":
+        """Return the work with a loss of the model's outputs.
+
+        Its program runs with the backward of the work that makes the last output.
+
+        Args:
+            cost: What the loss and its gradient cost together.
+
+        Raises:
+            ValueError: No work makes an output, or there is a loss already.
+        """
+        made = {v.name: v.producer for v in self.values if v.producer is not None}
+        homes = [self.index[made[name]] for name in self.outputs if name in made]
+        if self.has_loss or not homes:
+            raise ValueError(
+                "work graph: expected outputs that works make, and no loss so far, got "
+                f"outputs {', '.join(self.outputs) or 'none'}"
+                f"{' and a loss' if self.has_loss else ''}. Trace the model with one."
+            )
+        last = self.works[max(homes)]
+        changed = replace(last, backward_input=last.backward_input + cost)
+        works = tuple(changed if work is last else work for work in self.works)
+        return replace(self, works=works, has_loss=True)
 
     def repeated(self, path: str, count: int) -> "WorkGraph":
         """Return the work of a model that has more equal layers in a row.
