@@ -13,14 +13,28 @@ from strategies import series_parallel_graphs, work_graphs
 
 from torch_xla_pp.cli.options import parser
 from torch_xla_pp.cli.plan_options import plan_of_options
-from torch_xla_pp.planner import PipelinePlan, RankBytes, check, differences, make_plan
+from torch_xla_pp.planner import (
+    DEVICES,
+    Cluster,
+    PipelinePlan,
+    RankBytes,
+    check,
+    differences,
+    link_between_ranks,
+    make_plan,
+)
+from torch_xla_pp.planner.evaluation import Evaluator, Setting
+from torch_xla_pp.planner.search import balanced_seconds
 from torch_xla_pp.planner.settings import PLANNERS, PlannerName
+from torch_xla_pp.planner.strategies import strategies_for
+from torch_xla_pp.planner.work_costs import WorkTable
 from torch_xla_pp.simulate import simulate, step_seconds
 from torch_xla_pp.text import bytes_text, seconds_text
 from torch_xla_pp.work import WorkGraph
 
 pytestmark = pytest.mark.pure
 
+SIZES = ("data", "model")
 PARTS = [field.name for field in dataclasses.fields(RankBytes)]
 
 
@@ -112,6 +126,65 @@ def test_each_comparison_is_what_its_options_give(
         assert not other.fits or other.step_s >= plan.predicted.step_s
         held = max(rank.bytes.total for rank in again.predicted.ranks)
         assert held == other.peak_bytes
+
+
+def test_every_number_of_a_reason_is_that_of_the_plan_or_of_an_alternative() -> None:
+    graph, device = uneven_gpt(), DEVICES["v5e"]
+    plan = make_plan(
+        graph, rows=64, ranks=4, devices_per_rank=2, replicas=(2, 4), device=device
+    )
+    split, *others = plan.reasons
+    network = link_between_ranks(device)
+    cluster = Cluster(device=device, num_devices=8, network=network)
+    setting = Setting(
+        num_ranks=len(plan.ranks),
+        replicas=plan.batch.replicas,
+        strategy=next(
+            s
+            for s in strategies_for(2)
+            if s.presets == plan.ranks[0].rules
+            and (s.data, s.model) == tuple(map(plan.ranks[0].mesh.get, SIZES, (1, 1)))
+        ),
+        rows=plan.batch.rows_per_microbatch,
+        num_microbatches=plan.batch.microbatches,
+        schedule=plan.schedule.name,
+        stages_per_rank=plan.schedule.stages_per_rank,
+    )
+    evaluator = Evaluator(table=WorkTable(graph), cluster=cluster)
+    balanced = seconds_text(balanced_seconds(evaluator, setting))
+    mine_s = plan.predicted.step_s
+    assert split == (
+        f"split: {len(plan.stages)} stages take {seconds_text(mine_s)}; perfectly "
+        f"balanced ones are estimated at {balanced}"
+    )
+    held = max(rank.bytes.total for rank in plan.predicted.ranks)
+    for reason, other in zip(others, plan.alternatives, strict=True):
+        assert reason.startswith(f"{other.change}: ")
+        assert reason.endswith(
+            f" and not {other.label}: {seconds_text(other.step_s)} a step, "
+            f"{100 * (other.step_s / mine_s - 1):+.1f} %, with "
+            f"{bytes_text(other.peak_bytes)} of a device in place of {bytes_text(held)}"
+        )
+    assert len(others) >= 4
+
+
+def test_a_reason_says_how_much_an_alternative_lacks() -> None:
+    asked: dict[str, Any] = {"rows": 64, "ranks": 2, "device": "v5e", "replicas": (1,)}
+    free = make_plan(mmt(1), schedules=("gpipe",), microbatches=(8,), **asked)
+    held = max(rank.bytes.total for rank in free.predicted.ranks)
+    plan = make_plan(
+        mmt(1),
+        schedules=("1f1b", "gpipe"),
+        microbatches=(8,),
+        remat=("none",),
+        memory_bytes=held - 1,
+        reserve=0.0,
+        **asked,
+    )
+    (other,) = [a for a in plan.alternatives if a.change == "schedule"]
+    assert not other.fits
+    lack = bytes_text(other.peak_bytes - plan.ranks[0].capacity_bytes)
+    assert f"gpipe: a device would need {lack} more than it has" in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -255,6 +328,13 @@ def test_two_plans_are_compared() -> None:
     )
     assert "zb1p" in differences(plan, changed)
     assert "replicas" in differences(changed, other) or plan.batch.replicas == 2
+    device = make_plan(uneven_gpt(), rows=16, ranks=2, device="v5e", optimizer="sgd")
+    lines = dict(
+        line.split(maxsplit=1) for line in differences(plan, device).split("\n")
+    )
+    assert lines["rows"].split() == ["8", "16"]
+    assert lines["device"].split() == ["cpu", "v5e"]
+    assert lines["optimizer"].startswith("2 bytes a byte of parameters")
 
 
 @pytest.mark.parametrize(

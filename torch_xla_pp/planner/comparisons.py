@@ -156,7 +156,11 @@ def reasons_of(
     for other in alternatives:
         change = other.step_s / best.step_s - 1 if best.step_s else 0.0
         if other.fits:
-            why = f"{seconds_text(other.step_s)} a step, {100 * change:+.1f} %"
+            why = (
+                f"{seconds_text(other.step_s)} a step, {100 * change:+.1f} %, with "
+                f"{bytes_text(other.peak_bytes)} of a device in place of "
+                f"{bytes_text(best.peak_bytes)}"
+            )
         else:
             over = other.peak_bytes - best.capacity_bytes
             why = f"a device would need {bytes_text(over)} more than it has"

@@ -104,11 +104,16 @@ def _facts(plan: ReportedPlan) -> dict[str, str]:
         "ranks": str(len(plan.ranks)),
         "stages": str(len(plan.stages)),
         "depth": str(predicted.depth),
+        "rows": str(batch.rows),
         "replicas": str(batch.replicas),
         "microbatches": f"{batch.microbatches} of {batch.rows_per_microbatch}",
         "schedule": plan.schedule.name,
         "mesh": _mesh_text(plan),
         "remat": ",".join(stage.remat for stage in plan.stages),
+        "device": " ".join(dict.fromkeys(rank.device for rank in plan.ranks)),
+        "memory allowed": bytes_text(min(rank.capacity_bytes for rank in plan.ranks)),
+        "optimizer": f"{plan.costs.optimizer_bytes:g} bytes a byte of parameters",
+        "costs": plan.costs.source,
     }
 
 
