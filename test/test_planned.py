@@ -32,8 +32,16 @@ def split(plan: PipelinePlan, **changes: Any) -> xpp.Pipe:
 
 
 def test_an_example_of_other_rows_is_refused(plan: PipelinePlan) -> None:
-    with pytest.raises(ValueError, match=r"of 4 rows: expected an example of as many"):
+    with pytest.raises(ValueError, match="of 4 rows: .*Pass plan.example"):
         split(plan, mb_args=batch_of("branches", ROWS + 1))
+
+
+@pytest.mark.parametrize("rows", [1, ROWS + 3])
+def test_the_plans_example_of_it_has_the_planned_rows(
+    plan: PipelinePlan, rows: int
+) -> None:
+    pipe = split(plan, mb_args=plan.example(batch_of("branches", rows)))
+    assert pipe.num_stages == 2
 
 
 def test_a_model_of_other_operations_is_refused(plan: PipelinePlan) -> None:

@@ -54,8 +54,8 @@ def check_example(plan: PipelinePlan, example: Any) -> None:
     if shapes and shapes[0][0] != rows:
         raise ValueError(
             f"pipeline: the plan has microbatches of {rows} rows: expected an example "
-            f"of as many, got one of shape {list(shapes[0])}. Pass {rows} rows, or "
-            "plan for others."
+            f"of as many, got one of shape {list(shapes[0])}. Pass plan.example(args), "
+            "or plan for others."
         )
 
 

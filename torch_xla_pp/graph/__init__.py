@@ -3,6 +3,7 @@
 from torch_xla_pp.graph.assign import GivenStages
 from torch_xla_pp.graph.atoms import Atom, atoms_of
 from torch_xla_pp.graph.baked import Baked, BakedModel
+from torch_xla_pp.graph.call_spec import CallSpec
 from torch_xla_pp.graph.captured import Captured
 from torch_xla_pp.graph.finish_split import describe_stages, finish_split
 from torch_xla_pp.graph.flops import flops_by_op
@@ -53,6 +54,7 @@ __all__ = [
     "Atom",
     "Baked",
     "BakedModel",
+    "CallSpec",
     "Captured",
     "GivenStages",
     "OtherMode",

@@ -219,6 +219,26 @@ class Alternative:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """The best plan that was found with one choice of all but the stages.
+
+    Args:
+        label: That choice.
+        options: Options of the command that give this plan, or a faster one: not all
+            candidates are improved as far as the plan is.
+        step_s: Seconds of its step.
+        peak_bytes: The most that a device holds.
+        fits: Whether that is not too much.
+    """
+
+    label: str
+    options: str
+    step_s: float
+    peak_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SearchCounts:
     """How much was searched.
 

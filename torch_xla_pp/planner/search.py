@@ -19,6 +19,7 @@ from torch_xla_pp.planner.evaluation import (
     Setting,
     renumbered,
 )
+from torch_xla_pp.planner.given_stages import given_cut
 from torch_xla_pp.planner.linear_orders import Order, linear_orders
 from torch_xla_pp.planner.listed_search import ListedCandidates, stand_in
 from torch_xla_pp.planner.moves import estimated_s, improved
@@ -126,11 +127,12 @@ def search(
             if evaluation.fits:
                 limit_s = min(limit_s, evaluation.step_s)
     if request.planner == "full":
+        improve = improved if request.stages is None else given_cut
         for start in found.take_starts():
-            better = improved(evaluator, start, request.remat)
+            better = improve(evaluator, start, request.remat)
             candidates.add(better)
             found.add(better, is_asked=better.cut.setting in asked)
-    for evaluation in candidates.best(request):
+    for evaluation in candidates.best(request) if request.stages is None else ():
         found.add(evaluation)
     return found
 
@@ -173,6 +175,14 @@ class _Cutter:
 
     def cuts(self, setting: Setting) -> Iterator[Cut]:
         """Yield cuts that may be good for a setting."""
+        if self._request.stages is not None:
+            for choice in self._request.remat:
+                yield Cut(
+                    setting=setting,
+                    stages=self._request.stages,
+                    remat=(choice,) * setting.num_stages,
+                )
+            return
         edges = self._evaluator.table.graph.edges
         seen = set()
         for division in self._found(setting):
