@@ -37,6 +37,7 @@ PUBLIC = [
     "spmd_pipeline",
     "striped_positions",
     "trace_work",
+    "verify",
 ]
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch_xla_pp.graph import pipeline_yield, shard
     from torch_xla_pp.launch import device, init_device_mesh
     from torch_xla_pp.mesh import AxisRules, striped_positions
+    from torch_xla_pp.parity import verify
     from torch_xla_pp.pipe import Pipe, pipeline
     from torch_xla_pp.planner import PipelinePlan, make_plan
     from torch_xla_pp.profile import profile_step
@@ -67,6 +68,7 @@ __all__ = [
     "spmd_pipeline",
     "striped_positions",
     "trace_work",
+    "verify",
 ]
 
 _HOMES = {
@@ -83,6 +85,7 @@ _HOMES = {
     "graph": ("pipeline_yield", "shard"),
     "launch": ("device", "init_device_mesh"),
     "mesh": ("AxisRules", "striped_positions"),
+    "parity": ("verify",),
     "pipe": ("Pipe", "pipeline"),
     "planner": ("PipelinePlan", "make_plan"),
     "profile": ("profile_step",),

@@ -213,6 +213,11 @@ def master_host() -> str:
     return os.environ.get("MASTER_ADDR", "")
 
 
+def is_rank() -> bool:
+    """Return whether a launcher has started this process as a rank of a job."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def launch() -> str:
     """Return what tells this launch of the job from others, as torchrun numbers them.
 
