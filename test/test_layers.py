@@ -23,7 +23,7 @@ LAYERS = (
     ("runtime",),
     ("checkpoint", "profile", "launch", "parity"),
     ("torch_pipe",),
-    ("tracing", "planned"),
+    ("tracing", "planned", "health"),
     ("cli",),
     ("pipe", "spmd"),
     ("on_import",),

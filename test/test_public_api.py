@@ -27,6 +27,7 @@ PUBLIC = [
     "clip_grad_norm_",
     "deferred_init",
     "device",
+    "doctor",
     "init_device_mesh",
     "make_plan",
     "materialize",

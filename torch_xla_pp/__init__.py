@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         TransportTimeout,
     )
     from torch_xla_pp.graph import pipeline_yield, shard
+    from torch_xla_pp.health import doctor
     from torch_xla_pp.launch import device, init_device_mesh
     from torch_xla_pp.mesh import AxisRules, striped_positions
     from torch_xla_pp.parity import verify
@@ -58,6 +59,7 @@ __all__ = [
     "clip_grad_norm_",
     "deferred_init",
     "device",
+    "doctor",
     "init_device_mesh",
     "make_plan",
     "materialize",
@@ -83,6 +85,7 @@ _HOMES = {
         "TransportTimeout",
     ),
     "graph": ("pipeline_yield", "shard"),
+    "health": ("doctor",),
     "launch": ("device", "init_device_mesh"),
     "mesh": ("AxisRules", "striped_positions"),
     "parity": ("verify",),

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import IO
@@ -32,6 +32,7 @@ def run_locally(
     devices: int | None = None,
     timeout_s: float | None = None,
     is_quiet: bool = False,
+    variables: Mapping[str, str] | None = None,
 ) -> list[RankResult]:
     """Run Python in every rank of a job; wait for all, and end those that are late.
 
@@ -41,6 +42,7 @@ def run_locally(
         devices: CPU devices of each, None for what the environment says.
         timeout_s: How long to wait, None for ever.
         is_quiet: Whether to keep what they print, in place of showing it.
+        variables: Environment variables of all ranks besides.
 
     Returns:
         How each rank ended.
@@ -53,7 +55,8 @@ def run_locally(
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
             if devices is not None:
                 own["CPU_NUM_DEVICES"] = devices
-            env = os.environ | address | {name: str(own[name]) for name in own}
+            env = os.environ | (variables or {}) | address
+            env |= {name: str(value) for name, value in own.items()}
             process = subprocess.Popen(
                 [sys.executable, *arguments],
                 env=env,

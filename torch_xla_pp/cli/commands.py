@@ -9,6 +9,7 @@ from torch_xla_pp.cli.options import parser
 from torch_xla_pp.cli.sources import edges_of, inputs_of, schedule_of
 from torch_xla_pp.cli.verify_command import verify_script
 from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.health import doctor
 from torch_xla_pp.schedule import Schedule, verify
 from torch_xla_pp.simulate import Costs, simulate
 from torch_xla_pp.timeline import Timeline, merge, summarize, to_chrome, to_picture
@@ -100,6 +101,12 @@ def _merge_timelines(parsed: Namespace) -> None:
     print(f"wrote {parsed.output}: open it at https://ui.perfetto.dev")
 
 
+def _doctor(parsed: Namespace) -> int:
+    diagnosis = doctor(ping=not parsed.no_ping, timeout_s=parsed.timeout)
+    print(diagnosis)
+    return int(not diagnosis.is_healthy)
+
+
 def _counts_text(schedule: Schedule) -> str:
     return (
         f"ranks {schedule.num_ranks}, stages {schedule.num_stages}, "
@@ -110,6 +117,7 @@ def _counts_text(schedule: Schedule) -> str:
 _COMMANDS: dict[str, _Command] = {
     "schedule show": _show_schedule,
     "schedule check": _check_schedule,
+    "doctor": _doctor,
     "simulate": _simulate,
     "trace show": _show_timeline,
     "trace merge": _merge_timelines,

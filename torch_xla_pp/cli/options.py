@@ -15,6 +15,7 @@ examples:
   python -m torch_xla_pp simulate zb1p --ranks 8 --microbatches 32 --forward 2.5
   python -m torch_xla_pp simulate 1f1b --ranks 2 --microbatches 8 --profile step.json
   python -m torch_xla_pp plan work.json --rows 512 --ranks 8 --device v5p
+  python -m torch_xla_pp doctor --no-ping
   python -m torch_xla_pp trace show step.json
   python -m torch_xla_pp trace merge measured.json predicted.json --output trace.json
 
@@ -73,6 +74,7 @@ def parser(*, has_plans: bool = True) -> ArgumentParser:
     if has_plans:
         _add_plan(plans)
     _add_verify(groups)
+    _add_doctor(groups)
     _add_trace(groups)
     return top
 
@@ -136,6 +138,16 @@ def _add_verify(groups: Any) -> None:
     verify.add_argument("--ranks", type=_count, default=2, metavar="N")
     verify.add_argument("--devices", type=_count, metavar="N", help="of each rank")
     verify.add_argument("--tolerance", type=float, metavar="X", help="of rounding")
+
+
+def _add_doctor(groups: Any) -> None:
+    doctor = _command(
+        groups, "doctor", "doctor", "say whether this machine can run pipelines"
+    )
+    doctor.add_argument("--no-ping", action="store_true", help="start no ranks")
+    doctor.add_argument(
+        "--timeout", type=float, default=300.0, metavar="S", help="of the ranks"
+    )
 
 
 def _add_plan(commands: Any) -> None:
