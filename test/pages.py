@@ -33,6 +33,7 @@ PURE = (
 RANKS = {
     "how-to/debug-a-hang.md": (2, 1),
     "how-to/verify.md": (2, 1),
+    "how-to/write-a-training-loop.md": (2, 1),
     "spmd-pipeline.md": (1, 2),
 }
 EXAMPLE = tuple(

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
         PipelineStage,
         ScheduleFromTable,
         clip_grad_norm_,
+        losses,
+        metrics,
     )
     from torch_xla_pp.schedule import Action, Schedule
     from torch_xla_pp.spmd import spmd_pipeline
@@ -61,8 +63,10 @@ __all__ = [
     "device",
     "doctor",
     "init_device_mesh",
+    "losses",
     "make_plan",
     "materialize",
+    "metrics",
     "pipeline",
     "pipeline_yield",
     "profile_step",
@@ -96,6 +100,8 @@ _HOMES = {
         "PipelineStage",
         "ScheduleFromTable",
         "clip_grad_norm_",
+        "losses",
+        "metrics",
     ),
     "schedule": ("Action", "Schedule"),
     "spmd": ("spmd_pipeline",),

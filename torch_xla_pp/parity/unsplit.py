@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from torch_xla_pp.compile import split_loss
 from torch_xla_pp.deferred import places_of
 from torch_xla_pp.plan import autocast_dtype
 
@@ -63,7 +64,9 @@ class UnsplitModel:
         args, kwargs, target = call
         with torch.set_grad_enabled(self._loss_fn is not None), _autocast():
             output = self._module(*args, **kwargs)
-            loss = None if self._loss_fn is None else self._loss_fn(output, target)
+            loss = None
+            if self._loss_fn is not None:
+                loss, _ = split_loss(self._loss_fn(output, target))
         if loss is not None and loss.requires_grad:
             (loss * factor).backward()
         return tensors_of(output), None if loss is None else loss.detach()

@@ -407,6 +407,11 @@ class RankPipeline:
             )
 
     @property
+    def loss(self) -> StageLoss | None:
+        """Return what computes losses, None on ranks without the last stage."""
+        return self._loss
+
+    @property
     def loss_function(self) -> Callable[..., Any] | None:
         """Return the user's loss function, None on ranks without the last stage."""
         return None if self._loss is None else self._loss.function
