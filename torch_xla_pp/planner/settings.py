@@ -116,6 +116,9 @@ def _settings(request: Request, evaluator: Evaluator) -> Iterator[Setting]:
                     )
                     if request.num_given_stages not in (None, setting.num_stages):
                         continue
+                    is_given = request.microbatches is not None
+                    if not is_given and _num_actions(setting) > _MOST_ACTIONS:
+                        continue
                     if _is_possible(setting, evaluator.table.num_works):
                         yield setting
 
@@ -180,9 +183,12 @@ def _is_possible(setting: Setting, num_works: int) -> bool:
     in_rounds = setting.schedule in ("interleaved", "zb1p")
     if in_rounds and count % max(1, count // ranks):
         return False
-    if setting.schedule == "zbv" and count < 2 * ranks - 1:
-        return False
-    return 3 * count * setting.num_stages <= _MOST_ACTIONS
+    return setting.schedule != "zbv" or count >= 2 * ranks - 1
+
+
+def _num_actions(setting: Setting) -> int:
+    """Return how many actions a step has at most."""
+    return 3 * setting.num_microbatches * setting.num_stages
 
 
 def _is_chain(evaluator: Evaluator) -> bool:
