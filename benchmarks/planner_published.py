@@ -20,7 +20,8 @@ Sources, looked up:
   interleaved schedule, activations computed again, vocabulary 51,200, length 2,048).
   What it does not state is ours: rows of a microbatch (1, 2, 4 or 8), 16 bytes
   for each parameter, and the share of the peak that products reach: one number for all
-  ten models, fitted to them. Bandwidth of memory and NVLink: NVIDIA's data sheet of the A100 (2,039 GB/s, 600 GB/s both ways).
+  ten models, fitted to them. Bandwidth of memory and of NVLink (600 GB/s both ways):
+  NVIDIA's data sheet of the A100.
 
 Run: python benchmarks/planner_published.py [graphpipe|megatron]
 Columns: source, case, published, ours, ratio.
