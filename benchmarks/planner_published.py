@@ -48,6 +48,7 @@ from torch_xla_pp.planner.evaluation import Evaluation, Evaluator
 from torch_xla_pp.planner.search import best_of, search
 from torch_xla_pp.planner.settings import PlannerName, Request
 from torch_xla_pp.planner.work_costs import WorkTable
+from torch_xla_pp.schedule import peak_live
 from torch_xla_pp.simulate import Link, Network
 from torch_xla_pp.work import WorkGraph
 
@@ -98,7 +99,7 @@ def best_plan(
 
 def depth_of(found: Evaluation) -> int:
     """Return the number of stages on the longest path."""
-    depths = [1] * found.cut.setting.num_stages
+    depths = [1] * found.cut.num_stages
     for producer, consumer in sorted(found.costs.edges, reverse=True):
         depths[producer] = max(depths[producer], 1 + depths[consumer])
     return max(depths)
@@ -106,7 +107,8 @@ def depth_of(found: Evaluation) -> int:
 
 def live_of(found: Evaluation) -> int:
     """Return the most microbatches that a stage has in flight."""
-    return int(max(rows[:, : len(s)].sum(1).max() for s, rows in found.order.live_rows))
+    live = peak_live(found.order.schedule)
+    return max(live[stage] for stage in range(found.cut.num_stages))
 
 
 def depth_rows(

@@ -39,7 +39,7 @@ _OF_PARAMETERS = ("fsdp", "tp")
 def given_stages(plan: PipelinePlan) -> GivenStages:
     """Return the stages of a plan by the names of their operations."""
     names = tuple(f"stage_{index}" for index in range(len(plan.stages)))
-    return GivenStages(names=names, stages=plan.stage_of)
+    return GivenStages(names=names, stages=plan.stage_of, digests=plan.model.op_digests)
 
 
 def check_example(plan: PipelinePlan, example: Any) -> None:

@@ -77,6 +77,7 @@ def test_numbers_of_microbatches_that_a_schedule_refuses_are_left_out(
         ranks=5,
         replicas=(1,),
         microbatches=(microbatches,),
+        schedules=("1f1b", "zb1p", "interleaved", "zbv"),
     )
     assert plan.schedule.name not in ("zb1p", "interleaved")
     assert {a.label for a in plan.alternatives if a.change == "schedule"} == {

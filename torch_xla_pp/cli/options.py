@@ -15,10 +15,12 @@ examples:
   python -m torch_xla_pp simulate zb1p --ranks 8 --microbatches 32 --forward 2.5
   python -m torch_xla_pp simulate 1f1b --ranks 2 --microbatches 8 --profile step.json
   python -m torch_xla_pp plan work.json --rows 512 --ranks 8 --device v5p
+  python -m torch_xla_pp doctor --no-ping
   python -m torch_xla_pp trace show step.json
   python -m torch_xla_pp trace merge measured.json predicted.json --output trace.json
 
-exit codes: 0 if all is well, 1 if an input is at fault, 2 if an option is
+exit codes: 0 if all is well, 1 if an input or what was looked at is at fault, 2 if an
+option is
 """
 _SCHEDULE = f"""\
 SCHEDULE is a CSV file with one line a rank and actions such as 2F0, or one of the
@@ -43,6 +45,17 @@ examples:
 """
 
 
+_VERIFY = """
+The function returns what xpp.verify takes: the unsplit model, a schedule or stages, the
+arguments and the target. It is called in every rank, after init_process_group. Under
+torchrun the command is one of its ranks; otherwise it starts them.
+
+examples:
+  python -m torch_xla_pp verify train.py:small --ranks 2 --devices 2
+  torchrun --nproc-per-node 2 -m torch_xla_pp verify train.py:small
+"""
+
+
 def parser(*, has_plans: bool = True) -> ArgumentParser:
     """Return the parser; its result has the command's name as `command`.
 
@@ -51,8 +64,8 @@ def parser(*, has_plans: bool = True) -> ArgumentParser:
     """
     top = ArgumentParser(
         prog="python -m torch_xla_pp",
-        description="Plan pipelines, look at schedules, simulate steps, and merge "
-        "recorded ones.",
+        description="Plan pipelines, verify them, look at schedules, simulate steps, "
+        "and merge recorded ones.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -62,6 +75,8 @@ def parser(*, has_plans: bool = True) -> ArgumentParser:
     plans = _group(groups, "plan", "find out how to cut and run a model")
     if has_plans:
         _add_plan(plans)
+    _add_verify(groups)
+    _add_doctor(groups)
     _add_trace(groups)
     return top
 
@@ -115,6 +130,26 @@ def _add_simulate(groups: Any) -> None:
     run.add_argument("--output", metavar="FILE", help="write the timeline as JSON")
     run.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto")
     _add_picture(run, "draw the timeline")
+
+
+def _add_verify(groups: Any) -> None:
+    verify = _command(
+        groups, "verify", "verify", "compare a pipeline with its unsplit model", _VERIFY
+    )
+    verify.add_argument("target", metavar="SCRIPT.py:FUNCTION")
+    verify.add_argument("--ranks", type=_count, default=2, metavar="N")
+    verify.add_argument("--devices", type=_count, metavar="N", help="of each rank")
+    verify.add_argument("--tolerance", type=float, metavar="X", help="of rounding")
+
+
+def _add_doctor(groups: Any) -> None:
+    doctor = _command(
+        groups, "doctor", "doctor", "say whether this machine can run pipelines"
+    )
+    doctor.add_argument("--no-ping", action="store_true", help="start no ranks")
+    doctor.add_argument(
+        "--timeout", type=float, default=300.0, metavar="S", help="of the ranks"
+    )
 
 
 def _add_plan(commands: Any) -> None:

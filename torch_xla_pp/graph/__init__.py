@@ -20,6 +20,7 @@ from torch_xla_pp.graph.modes import (
     reads_training,
     refuse_modes,
 )
+from torch_xla_pp.graph.op_digests import digest_ops
 from torch_xla_pp.graph.patches import replaced
 from torch_xla_pp.graph.prepare import Prepared, erase_marks, normalize, prepare
 from torch_xla_pp.graph.shard import (
@@ -76,6 +77,7 @@ __all__ = [
     "begin_modes",
     "check_split_spec",
     "describe_stages",
+    "digest_ops",
     "finish_split",
     "follow_mode",
     "for_each_mode",

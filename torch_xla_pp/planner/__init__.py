@@ -8,6 +8,11 @@ from torch_xla_pp.planner.devices import (
     link_between_ranks,
 )
 from torch_xla_pp.planner.evaluation import RankBytes
+from torch_xla_pp.planner.measured_costs import (
+    MeasuredCosts,
+    RowSeconds,
+    WorkSeconds,
+)
 from torch_xla_pp.planner.orders import SCHEDULES
 from torch_xla_pp.planner.pictures import draw_candidates, draw_memory, to_dot
 from torch_xla_pp.planner.plan import PipelinePlan
@@ -40,6 +45,7 @@ __all__ = [
     "DEVICES",
     "DeviceSpec",
     "PLANNERS",
+    "MeasuredCosts",
     "PRESETS",
     "PipelinePlan",
     "PlannedBatch",
@@ -53,8 +59,10 @@ __all__ = [
     "Prediction",
     "RankBytes",
     "RankLinks",
+    "RowSeconds",
     "SCHEDULES",
     "SearchCounts",
+    "WorkSeconds",
     "candidates_text",
     "check",
     "differences",

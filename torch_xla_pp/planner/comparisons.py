@@ -141,7 +141,7 @@ def reasons_of(
     setting = best.cut.setting
     balanced = balanced_seconds(evaluator, setting)
     yield (
-        f"split: {setting.num_stages} stages take {seconds_text(best.step_s)}; "
+        f"split: {best.cut.num_stages} stages take {seconds_text(best.step_s)}; "
         f"perfectly balanced ones are estimated at {seconds_text(balanced)}"
     )
     own = {
@@ -151,7 +151,7 @@ def reasons_of(
         "replicas": f"{setting.replicas} of {setting.num_ranks} ranks",
         "stages": "the given ones",
         "remat": "full in "
-        f"{best.cut.remat.count('full')} of {setting.num_stages} stages",
+        f"{best.cut.remat.count('full')} of {best.cut.num_stages} stages",
     }
     for other in alternatives:
         change = other.step_s / best.step_s - 1 if best.step_s else 0.0

@@ -103,6 +103,12 @@ class PipelinePlan:
 
     def table(self) -> Schedule:
         """Return the actions of each rank."""
+        return self._table
+
+    @cached_property
+    def _table(self) -> Schedule:
+        if self.schedule.csv is not None:
+            return Schedule.from_csv(self.schedule.csv)
         edges = self.edges if self.schedule.name == "dag" else ()
         return planned_order(
             self.schedule.name,

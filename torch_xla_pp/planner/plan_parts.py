@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from torch_xla_pp.planner.comparisons import options_text, pinned, reasons_of
 from torch_xla_pp.planner.devices import DeviceSpec
 from torch_xla_pp.planner.evaluation import Evaluation, Evaluator
+from torch_xla_pp.planner.orders import LISTED
 from torch_xla_pp.planner.plan import PipelinePlan
 from torch_xla_pp.planner.plan_values import (
     Alternative,
@@ -62,12 +63,10 @@ def plan_of(
         ),
         stages=tuple(_stages(graph, best)),
         ranks=_ranks(evaluator, best),
-        schedule=PlannedSchedule(
-            name=setting.schedule, stages_per_rank=setting.stages_per_rank
-        ),
+        schedule=_schedule(best),
         predicted=_prediction(request, best),
         costs=CostSource(
-            source="roofline",
+            source=_source(evaluator),
             device=device.name,
             is_verified=device.is_verified,
             optimizer_bytes=evaluator.optimizer_bytes,
@@ -83,6 +82,27 @@ def plan_of(
             evaluated=result.num_evaluated,
         ),
         candidates=tuple(_candidates(request, result)),
+    )
+
+
+def _source(evaluator: Evaluator) -> str:
+    measured = evaluator.table.measured
+    if measured is None:
+        return "roofline"
+    rows = ", ".join(map(str, measured.rows))
+    return f"measured on {measured.device} with {rows} rows"
+
+
+def _schedule(best: Evaluation) -> PlannedSchedule:
+    setting = best.cut.setting
+    if setting.schedule != LISTED:
+        return PlannedSchedule(
+            name=setting.schedule, stages_per_rank=setting.stages_per_rank
+        )
+    return PlannedSchedule(
+        name=LISTED,
+        stages_per_rank=max(Counter(best.cut.ranks).values()),
+        csv=best.order.schedule.to_csv(),
     )
 
 
@@ -115,6 +135,7 @@ def _model(graph: WorkGraph) -> PlannedModel:
         num_ops=graph.num_ops,
         parameter_bytes=total,
         tied=tuple(sorted(name for name in tied if name is not None)),
+        op_digests=graph.op_digests,
         source=graph.source,
     )
 
@@ -123,7 +144,7 @@ def _stages(graph: WorkGraph, best: Evaluation) -> Iterator[PlannedStage]:
     placement = best.order.placement
     cut = best.cut
     homes = dict(zip((w.name for w in graph.works), cut.stages, strict=True))
-    for stage in range(cut.setting.num_stages):
+    for stage in range(cut.num_stages):
         works = [work for work in graph.works if homes[work.name] == stage]
         inputs = [
             value.name
@@ -170,8 +191,7 @@ def _ranks(evaluator: Evaluator, best: Evaluation) -> tuple[PlannedRank, ...]:
 
 
 def _prediction(request: Request, best: Evaluation) -> Prediction:
-    setting, costs = best.cut.setting, best.costs
-    schedule = best.order.schedule
+    costs, schedule = best.costs, best.order.schedule
     live = peak_live(schedule)
     ranks, busy = [], []
     for number, row in enumerate(schedule.actions):
@@ -183,7 +203,7 @@ def _prediction(request: Request, best: Evaluation) -> Prediction:
                 bytes=best.ranks[number],
             )
         )
-    depths = [1] * setting.num_stages
+    depths = [1] * best.cut.num_stages
     for producer, consumer in reversed(costs.edges):
         depths[producer] = max(depths[producer], 1 + depths[consumer])
     return Prediction(
@@ -201,7 +221,7 @@ def _prediction(request: Request, best: Evaluation) -> Prediction:
                 saved_bytes=costs.saved_bytes[stage],
                 passed_bytes=costs.passed_bytes[stage],
             )
-            for stage in range(setting.num_stages)
+            for stage in range(best.cut.num_stages)
         ),
         flows=costs.flows,
     )

@@ -14,6 +14,7 @@ from torch_xla_pp.planner.comparisons import (
 from torch_xla_pp.planner.devices import Cluster, DeviceSpec, link_between_ranks
 from torch_xla_pp.planner.evaluation import Evaluator
 from torch_xla_pp.planner.given_stages import names_in_file, stages_of_works
+from torch_xla_pp.planner.measured_costs import MeasuredCosts
 from torch_xla_pp.planner.plan import PipelinePlan
 from torch_xla_pp.planner.plan_parts import plan_of
 from torch_xla_pp.planner.remedies import nothing_fits
@@ -51,6 +52,7 @@ def make_plan(
     planner: PlannerName = "full",
     has_own_inputs: bool = False,
     compare: bool = False,
+    costs: MeasuredCosts | str | Path | None = None,
 ) -> PipelinePlan:
     """Plan how to train a model: stages, ranks, sharding, microbatches and order.
 
@@ -73,8 +75,9 @@ def make_plan(
             byte.
         replicas: Numbers of pipelines to try.
         microbatches: Numbers of microbatches to try.
-        schedules: Orders of actions to try: 1f1b, zb1p, dag, gpipe, interleaved, zbv.
-        stages_per_rank: Numbers of stages on a rank to try for interleaved.
+        schedules: Orders of actions to try: 1f1b, zb1p, dag, gpipe, interleaved, zbv,
+            and list, which is made for the plan and written out in it.
+        stages_per_rank: Numbers of stages on a rank to try for interleaved and list.
         sharding: Presets to try inside a rank: dp, fsdp, tp.
         meshes: Sizes of the axes data and model to try.
         remat: What stages may choose, none or full.
@@ -85,6 +88,8 @@ def make_plan(
         has_own_inputs: Whether stages take the model's inputs on their own rank, in
             place of from the first stage.
         compare: Whether to run the other planners, too.
+        costs: What the works were measured to take, or a file of `measure_work`;
+            None for rooflines of the device's figures.
 
     Raises:
         ValueError: An argument is at fault, or nothing fits; the text says what to
@@ -94,6 +99,9 @@ def make_plan(
     kinds = [device] if isinstance(device, str | DeviceSpec) else [*device]
     found = [DeviceSpec.named(k) if isinstance(k, str) else k for k in kinds]
     spec = _of_all_ranks("device", found, ranks)
+    measured = _measured(costs)
+    if measured is not None:
+        spec = replace(spec, action_s=measured.action_s)
     per_rank = devices_per_rank
     if per_rank is not None and not isinstance(per_rank, int):
         per_rank = _of_all_ranks("devices per rank", [*per_rank], ranks)
@@ -122,7 +130,7 @@ def make_plan(
         network=network or link_between_ranks(spec),
     )
     evaluator = Evaluator(
-        table=WorkTable(graph),
+        table=WorkTable(graph, measured),
         cluster=cluster,
         optimizer_bytes=_optimizer_bytes(optimizer),
         has_own_inputs=has_own_inputs,
@@ -169,6 +177,12 @@ def planned(
         text = "\n".join(faults)
         raise RuntimeError(f"make_plan: expected a sound plan, got:\n{text}")
     return plan
+
+
+def _measured(costs: MeasuredCosts | str | Path | None) -> MeasuredCosts | None:
+    if costs is None or isinstance(costs, MeasuredCosts):
+        return costs
+    return MeasuredCosts.from_json(costs)
 
 
 def _of(planner: PlannerName, evaluator: Evaluator) -> Evaluator:

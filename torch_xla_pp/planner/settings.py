@@ -6,8 +6,9 @@ from itertools import product
 from typing import Literal, get_args
 
 from torch_xla_pp.planner.evaluation import Evaluator, Setting
-from torch_xla_pp.planner.orders import MULTI, SCHEDULES
+from torch_xla_pp.planner.orders import LISTED, MULTI, SCHEDULES, takes
 from torch_xla_pp.planner.strategies import PRESETS, Strategy, strategies_for
+from torch_xla_pp.planner.work_costs import WorkTable
 
 PlannerName = Literal["full", "spp", "graphpipe", "pipedream"]
 PLANNERS: tuple[PlannerName, ...] = get_args(PlannerName)
@@ -42,7 +43,14 @@ class Request:
     replicas: tuple[int, ...] | None = None
     microbatches: tuple[int, ...] | None = None
     stages_per_rank: tuple[int, ...] = (2,)
-    schedules: tuple[str, ...] = ("1f1b", "zb1p", "dag", "interleaved", "zbv")
+    schedules: tuple[str, ...] = (
+        "1f1b",
+        "zb1p",
+        "dag",
+        "interleaved",
+        "zbv",
+        "list",
+    )
     presets: tuple[str, ...] = PRESETS
     meshes: tuple[tuple[int, int], ...] | None = None
     remat: tuple[str, ...] = ("none", "full")
@@ -104,6 +112,8 @@ def _settings(request: Request, evaluator: Evaluator) -> Iterator[Setting]:
             if request.meshes is not None and mesh not in request.meshes:
                 continue
             for rows, count in _row_counts(request, replicas, num_ranks, strategy):
+                if not evaluator.table.takes(rows / strategy.data):
+                    continue
                 for name, stages in _families(request, is_chain):
                     setting = Setting(
                         num_ranks=num_ranks,
@@ -165,6 +175,9 @@ def _families(request: Request, is_chain: bool) -> Iterator[tuple[str, int]]:
     for name in request.schedules:
         if name == "zbv":
             yield name, 2
+        elif name == LISTED:
+            for stages in sorted({1, *request.stages_per_rank}):
+                yield name, stages
         elif name in MULTI:
             for stages in request.stages_per_rank:
                 if stages > 1:
@@ -180,10 +193,10 @@ def _is_possible(setting: Setting, num_works: int) -> bool:
         return False
     if setting.num_stages > num_works:
         return False
-    in_rounds = setting.schedule in ("interleaved", "zb1p")
-    if in_rounds and count % max(1, count // ranks):
-        return False
-    return setting.schedule != "zbv" or count >= 2 * ranks - 1
+    name = setting.schedule
+    if name == LISTED and setting.stages_per_rank > 1:
+        name = "interleaved"  # Which its cuts are found with.
+    return takes(name, ranks, count)
 
 
 def _num_actions(setting: Setting) -> int:
@@ -206,6 +219,15 @@ def _why_none(request: Request, evaluator: Evaluator) -> str:
             f"devices, got ranks {request.num_ranks}, devices per rank "
             f"{request.devices_per_rank}, replicas {request.replicas}. Divisors of "
             f"{total} are {', '.join(map(str, _divisors(total)))}."
+        )
+    measured = evaluator.table.measured
+    if measured is not None and [*_settings(request, _by_roofline(evaluator))]:
+        least, most = measured.range
+        return (
+            f"plan: costs were measured with {_counts(measured.rows)} rows: expected "
+            f"microbatches of {least} to {most} rows on a device, got none of "
+            f"{request.rows} rows and {_counts(request.microbatches or ())} "
+            "microbatches. Measure with other rows, or plan others."
         )
     works = evaluator.table.num_works
     shapes = [*_shapes(request, evaluator)]
@@ -247,6 +269,14 @@ def _why_none(request: Request, evaluator: Evaluator) -> str:
         "Numbers of microbatches that divide the rows of a replica are "
         f"{', '.join(map(str, numbers)) or 'none'}; {change}, or allow more."
     )
+
+
+def _by_roofline(evaluator: Evaluator) -> Evaluator:
+    return replace(evaluator, table=WorkTable(evaluator.table.graph))
+
+
+def _counts(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers)) or "any number of"
 
 
 def _nearest_counts(request: Request, evaluator: Evaluator) -> list[int]:

@@ -32,6 +32,8 @@ class WorkGraph:
         values: What goes between them, into the first and out of the last ones.
         rows: Rows with which the model was traced.
         outputs: Names of the values that the model returns.
+        op_digests: Name of each operation → a text of what it is and what it takes,
+            and the same of what the model returns; empty if nothing was traced.
         unknown_ops: Operations whose FLOPs are unknown → their share of all bytes.
         has_loss: Whether the cost of the loss is in that of the last work.
         source: Where it comes from, for printing.
@@ -44,6 +46,7 @@ class WorkGraph:
     values: tuple[WorkValue, ...]
     rows: int
     outputs: tuple[str, ...]
+    op_digests: Mapping[str, str] = field(default_factory=dict)
     unknown_ops: Mapping[str, float] = field(default_factory=dict)
     has_loss: bool = False
     source: str = field(default="", compare=False)
@@ -91,13 +94,18 @@ class WorkGraph:
 
     @cached_property
     def digest(self) -> str:
-        """A text of operations, edges and parameters' shapes, but of no batch."""
-        parts = [
-            (w.ops, [(p.name, p.shape, p.dtype, p.tied) for p in w.parameters])
-            for w in self.works
-        ]
-        values = [(v.name, v.producer, v.users) for v in self.values]
-        text = repr((parts, values, self.outputs))
+        """A text of operations, edges and parameters' shapes, but of no batch.
+
+        Of a traced model it does not depend on how operations are put into works.
+        """
+        held = {
+            (p.name, p.shape, p.dtype) for work in self.works for p in work.parameters
+        }
+        parts: object = sorted(self.op_digests.items())
+        if not self.op_digests:
+            values = [(v.name, v.producer, v.users) for v in self.values]
+            parts = [work.ops for work in self.works], values, self.outputs
+        text = repr((sorted(held), parts))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def predecessors(self, work: str) -> tuple[str, ...]:
@@ -145,7 +153,7 @@ class WorkGraph:
         """
         model = LayeredModel(self.works, self.values, self.outputs)
         works, values = model.repeated(path, count)
-        return replace(self, works=works, values=values)
+        return replace(self, works=works, values=values, op_digests={})
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return it as JSON.
