@@ -132,7 +132,7 @@ def search(
             better = improve(evaluator, start, request.remat)
             candidates.add(better)
             found.add(better, is_asked=better.cut.setting in asked)
-    for evaluation in candidates.best(request) if request.stages is None else ():
+    for evaluation in candidates.best(request):
         found.add(evaluation)
     return found
 
