@@ -22,7 +22,8 @@ help:
 	@echo "make format  format the code             make clean   remove what was built"
 
 demo: $(STAMP)
-	PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
+	@echo "Starting two ranks of two devices; loading torch and torch_xla takes some seconds"
+	@OMP_NUM_THREADS=1 PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)

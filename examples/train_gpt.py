@@ -7,8 +7,8 @@ The text is Python's own documentation, which every CPython ships. Lines marked
     CPU_NUM_DEVICES=2 torchrun --nproc-per-node 2 examples/train_gpt.py
 
 With `--checkpoint FOLDER` it saves every 50 steps and at the end, and goes on from
-there. The last line is `final val loss X`: the mean cross-entropy per character of
-held-out text, in nats.
+there. At the end come speed, bubble and memory, and the last line is `final val loss
+X`: the mean cross-entropy per character of held-out text, in nats.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import torch_xla_pp as xpp  # xpp
+from torch_xla_pp.timeline import summarize
 
 WIDTH, HEADS, LAYERS, LENGTH = 160, 4, 4, 64
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
@@ -87,6 +88,9 @@ def main() -> None:
     rank, ranks, device = dist.get_rank(), dist.get_world_size(), xpp.device()  # xpp
     mesh = xpp.init_device_mesh("xla", (ranks, 2), mesh_dim_names=("pp", "data"))  # xpp
 
+    if rank == 0:
+        print(f"{name} on {ranks} ranks of 2 devices: tracing the model", flush=True)
+
     # The stages of this rank: one; or two, placed in a loop or in a V.
     num_stages, mine = ranks, [rank]
     if name in LOOPED + V_SHAPED:
@@ -124,20 +128,35 @@ def main() -> None:
         xpp.checkpoint.load(state, last)
         generator.set_state(extra["batches"])
     start = extra["step"]
-    bar = tqdm(range(start, args.steps), disable=not is_last, mininterval=1)
+    bar = tqdm(
+        range(start, args.steps), "compiling", disable=not is_last, mininterval=1
+    )
+    ends = []
     for step in bar:
-        begin = time.perf_counter()
         _, loss = call(schedule.step, *batch(train, args.batch, generator))
         optimizer.step()
         optimizer.zero_grad()
-        speed = args.batch * LENGTH / (time.perf_counter() - begin)
-        bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
+        ends.append(time.perf_counter())
+        bar.set_description("training" if len(ends) > 1 else "compiling", refresh=False)
+        bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
         if args.checkpoint and ((step + 1) % 50 == 0 or step + 1 == args.steps):
             extra |= {"step": step + 1, "batches": generator.get_state()}
             folder = f"{args.checkpoint}/step-{step + 1}"
             xpp.checkpoint.save(state, folder, keep_last=2)
 
     held = [batch(held_out, args.batch, generator) for _ in range(4)]
+    for _ in range(2):  # the first recording compiles
+        with xpp.profile_step(schedule) as profile:  # xpp
+            call(schedule.step, *held[0])
+    optimizer.zero_grad()
+    memory: list[Any] = [None] * ranks
+    dist.all_gather_object(memory, sum(s.peak_memory().peak_bytes for s in stages))
+    late = ends[len(ends) // 2 :]
+    if is_last and len(late) > 1:
+        speed = (len(late) - 1) * args.batch * LENGTH / (late[-1] - late[0])
+        bubble = summarize(profile.timeline).bubble_share
+        sizes = " + ".join(f"{size / 2**20:.1f}" for size in memory)
+        print(f"{speed:,.0f} tokens/s, bubble {bubble:.1%}, {sizes} MiB on a device")
     val_loss = sum(call(schedule.eval, x, y)[1] for x, y in held) / len(held)
 
     # Continue held-out text: the rank of the last stage picks each next character.

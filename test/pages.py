@@ -30,7 +30,12 @@ PURE = (
     "how-to/plan.md",
     "how-to/write-a-schedule.md",
 )
-RANKS = {"how-to/debug-a-hang.md": (2, 1), "spmd-pipeline.md": (1, 2)}
+RANKS = {
+    "how-to/debug-a-hang.md": (2, 1),
+    "how-to/verify.md": (2, 1),
+    "how-to/write-a-training-loop.md": (2, 1),
+    "spmd-pipeline.md": (1, 2),
+}
 EXAMPLE = tuple(
     f"explanation/{name}.md"
     for name in ("split", "plan", "schedule", "run", "compile", "data-flow")

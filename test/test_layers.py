@@ -11,7 +11,7 @@ pytestmark = pytest.mark.pure
 PACKAGE = "torch_xla_pp"
 ROOT = Path(__file__).parent.parent / PACKAGE
 LAYERS = (
-    ("errors", "env", "text", "record"),
+    ("errors", "env", "text", "record", "local_job"),
     ("work", "mesh", "schedule", "timeline", "xla_compat", "dump"),
     ("hlo", "native"),
     ("cpu", "deferred", "transport"),
@@ -21,11 +21,12 @@ LAYERS = (
     ("compile",),
     ("channels", "state"),
     ("runtime",),
-    ("checkpoint", "profile", "launch"),
+    ("checkpoint", "profile", "launch", "parity"),
     ("torch_pipe",),
-    ("tracing", "planned"),
-    ("cli",),
+    ("tracing", "planned", "health"),
     ("pipe", "spmd"),
+    ("measuring",),
+    ("cli",),
     ("on_import",),
     ("__init__", "__main__"),
     ("testing",),

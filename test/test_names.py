@@ -12,7 +12,9 @@ ROOT = Path(__file__).parent.parent / "torch_xla_pp"
 # Its names are thin ones for another package's, and always written `xla_compat.name`.
 QUALIFIED = "xla_compat"
 # Pairs that are there until one of them is renamed, each with the reason.
-KNOWN: Mapping[str, str] = {}
+KNOWN: Mapping[str, str] = {
+    "verify": "of an order in schedule/, of a pipeline's numbers in parity/",
+}
 
 
 def files() -> list[Path]:

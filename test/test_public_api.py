@@ -27,9 +27,13 @@ PUBLIC = [
     "clip_grad_norm_",
     "deferred_init",
     "device",
+    "doctor",
     "init_device_mesh",
+    "losses",
     "make_plan",
     "materialize",
+    "measure_work",
+    "metrics",
     "pipeline",
     "pipeline_yield",
     "profile_step",
@@ -37,6 +41,7 @@ PUBLIC = [
     "spmd_pipeline",
     "striped_positions",
     "trace_work",
+    "verify",
 ]
 
 

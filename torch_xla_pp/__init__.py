@@ -24,8 +24,11 @@ if TYPE_CHECKING:
         TransportTimeout,
     )
     from torch_xla_pp.graph import pipeline_yield, shard
+    from torch_xla_pp.health import doctor
     from torch_xla_pp.launch import device, init_device_mesh
+    from torch_xla_pp.measuring import measure_work
     from torch_xla_pp.mesh import AxisRules, striped_positions
+    from torch_xla_pp.parity import verify
     from torch_xla_pp.pipe import Pipe, pipeline
     from torch_xla_pp.planner import PipelinePlan, make_plan
     from torch_xla_pp.profile import profile_step
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
         PipelineStage,
         ScheduleFromTable,
         clip_grad_norm_,
+        losses,
+        metrics,
     )
     from torch_xla_pp.schedule import Action, Schedule
     from torch_xla_pp.spmd import spmd_pipeline
@@ -57,9 +62,13 @@ __all__ = [
     "clip_grad_norm_",
     "deferred_init",
     "device",
+    "doctor",
     "init_device_mesh",
+    "losses",
     "make_plan",
     "materialize",
+    "measure_work",
+    "metrics",
     "pipeline",
     "pipeline_yield",
     "profile_step",
@@ -67,6 +76,7 @@ __all__ = [
     "spmd_pipeline",
     "striped_positions",
     "trace_work",
+    "verify",
 ]
 
 _HOMES = {
@@ -81,8 +91,11 @@ _HOMES = {
         "TransportTimeout",
     ),
     "graph": ("pipeline_yield", "shard"),
+    "health": ("doctor",),
     "launch": ("device", "init_device_mesh"),
+    "measuring": ("measure_work",),
     "mesh": ("AxisRules", "striped_positions"),
+    "parity": ("verify",),
     "pipe": ("Pipe", "pipeline"),
     "planner": ("PipelinePlan", "make_plan"),
     "profile": ("profile_step",),
@@ -90,6 +103,8 @@ _HOMES = {
         "PipelineStage",
         "ScheduleFromTable",
         "clip_grad_norm_",
+        "losses",
+        "metrics",
     ),
     "schedule": ("Action", "Schedule"),
     "spmd": ("spmd_pipeline",),

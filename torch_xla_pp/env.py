@@ -22,9 +22,33 @@ _MALLOC = (
     "MALLOC_TRIM_THRESHOLD_",
 )
 
+_OWN = (
+    "TORCH_XLA_PP_DUMP_DIR",
+    "TORCH_XLA_PP_PLAN",
+    "TORCH_XLA_PP_PRODUCTS",
+    "TORCH_XLA_PP_TIMEOUT_S",
+    "TORCH_XLA_PP_TRANSPORT",
+)
+
 # Variables by which the user tells torch_xla to analyse what it compiles.
 _ANALYSIS = ("PT_XLA_DEBUG", "PT_XLA_DEBUG_LEVEL", "PT_XLA_DEBUG_FILE")
 _OPEN_FILE = re.compile(r"/proc/(?P<process>\d+)/fd/\d+")
+
+
+def variables() -> tuple[str, ...]:
+    """Return the names of this package's own variables."""
+    return _OWN
+
+
+def given(*names: str) -> dict[str, str]:
+    """Return those of some variables that are set."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def unknown() -> list[str]:
+    """Return the variables that are named as this package's own, but are not."""
+    ours = [name for name in os.environ if name.startswith("TORCH_XLA_PP_")]
+    return sorted(set(ours) - set(_OWN))
 
 
 def set_defaults() -> None:
@@ -211,6 +235,11 @@ def dump_dir() -> Path | None:
 def master_host() -> str:
     """Return the name of the job's first host, empty if the launcher gave none."""
     return os.environ.get("MASTER_ADDR", "")
+
+
+def is_rank() -> bool:
+    """Return whether a launcher has started this process as a rank of a job."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launch() -> str:

@@ -286,6 +286,14 @@ def has_backward(schedule: TorchSchedule) -> bool:
     return schedule._has_backward
 
 
+def split_batch(
+    schedule: TorchSchedule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], list[Any]]:
+    """Cut the arguments of a batch as `schedule` does, per microbatch."""
+    cut: tuple[list[Any], list[Any]] = schedule._split_inputs(args, kwargs)
+    return cut
+
+
 def begin_microbatches(
     schedule: ScheduleMulti,
     args: list[Any] | None,

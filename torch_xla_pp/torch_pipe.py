@@ -1,6 +1,8 @@
 """The only place that touches private parts of torch 2.9's tracer and `Pipe`."""
 
 import contextlib
+import importlib
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,10 +22,19 @@ __all__ = ["SPLIT_MARK", "Pipe", "move_factories_to", "trace", "trace_and_split"
 SPLIT_MARK = aten_pipe_split_alias
 
 
+def _import_quietly() -> None:
+    """Import what tracing does, which warns of CUDA on hosts without a GPU."""
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    before, logger.disabled = logger.disabled, True
+    importlib.import_module("torch.utils.cpp_extension")
+    logger.disabled = before
+
+
 def trace(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> fx.GraphModule:
     """Trace a model with upstream's tracer; the policy of a split sees the same."""
+    _import_quietly()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = Pipe._trace_with_export(module, args, kwargs)
@@ -45,6 +56,7 @@ def trace_and_split(
     a set, which may be one that the stage lacks. Warnings of upstream on its own
     internals are left out.
     """
+    _import_quietly()
     with warnings.catch_warnings(), _annotated(module, split_spec):
         warnings.simplefilter("ignore")
         program = Pipe._trace_with_export(module, args, kwargs)

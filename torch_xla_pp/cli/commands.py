@@ -2,17 +2,20 @@
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch_xla_pp.cli.options import parser
 from torch_xla_pp.cli.sources import edges_of, inputs_of, schedule_of
+from torch_xla_pp.cli.verify_command import verify_script
 from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.health import doctor
 from torch_xla_pp.schedule import Schedule, verify
-from torch_xla_pp.simulate import Costs, simulate
+from torch_xla_pp.simulate import Costs, expected_step_s, simulate
 from torch_xla_pp.timeline import Timeline, merge, summarize, to_chrome, to_picture
 
 _AFTER_PLAN = ("make", "show", "check", "-h", "--help")
+_Command = Callable[[Namespace], int | None]
 _FAULTS = (PipelineError, ValueError, OSError, ModuleNotFoundError)
 
 
@@ -23,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What follows `python -m torch_xla_pp`; None for the process's own.
 
     Returns:
-        0, or 1 with a message on stderr if an input is at fault.
+        0, or 1: with a message on stderr if an input is at fault, or when what was
+        looked at is not as it should be.
 
     Raises:
         SystemExit: An option is unknown, with code 2, or help is asked for.
@@ -33,17 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if is_plan and words[1:2] and words[1] not in _AFTER_PLAN:
         words.insert(1, "make")
     parsed = parser(has_plans=is_plan).parse_args(words)
-    commands = _COMMANDS
+    commands: Mapping[str, _Command] = _COMMANDS
     if is_plan:
         from torch_xla_pp.cli.plan_commands import PLAN_COMMANDS  # With NumPy.
 
         commands = PLAN_COMMANDS
     try:
-        commands[parsed.command](parsed)
+        return commands[parsed.command](parsed) or 0
     except _FAULTS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def _show_schedule(parsed: Namespace) -> None:
@@ -72,7 +75,8 @@ def _check_schedule(parsed: Namespace) -> None:
 
 def _simulate(parsed: Namespace) -> None:
     schedule = schedule_of(parsed)
-    timeline = simulate(schedule, *inputs_of(parsed, schedule))
+    costs, network = inputs_of(parsed, schedule)
+    timeline = simulate(schedule, costs, network)
     if parsed.output:
         timeline.to_json(parsed.output)
     if parsed.trace:
@@ -80,6 +84,9 @@ def _simulate(parsed: Namespace) -> None:
     if parsed.picture:
         to_picture(timeline, parsed.picture)
     print(summarize(timeline))
+    if costs.samples:
+        expected_s = expected_step_s(schedule, costs, network)
+        print(f"{expected_s * 1e3:.2f} ms on average, as actions vary")
 
 
 def _show_timeline(parsed: Namespace) -> None:
@@ -98,6 +105,12 @@ def _merge_timelines(parsed: Namespace) -> None:
     print(f"wrote {parsed.output}: open it at https://ui.perfetto.dev")
 
 
+def _doctor(parsed: Namespace) -> int:
+    diagnosis = doctor(ping=not parsed.no_ping, timeout_s=parsed.timeout)
+    print(diagnosis)
+    return int(not diagnosis.is_healthy)
+
+
 def _counts_text(schedule: Schedule) -> str:
     return (
         f"ranks {schedule.num_ranks}, stages {schedule.num_stages}, "
@@ -105,10 +118,12 @@ def _counts_text(schedule: Schedule) -> str:
     )
 
 
-_COMMANDS: dict[str, Callable[[Namespace], None]] = {
+_COMMANDS: dict[str, _Command] = {
     "schedule show": _show_schedule,
     "schedule check": _check_schedule,
+    "doctor": _doctor,
     "simulate": _simulate,
     "trace show": _show_timeline,
     "trace merge": _merge_timelines,
+    "verify": verify_script,
 }

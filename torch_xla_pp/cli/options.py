@@ -15,10 +15,12 @@ examples:
   python -m torch_xla_pp simulate zb1p --ranks 8 --microbatches 32 --forward 2.5
   python -m torch_xla_pp simulate 1f1b --ranks 2 --microbatches 8 --profile step.json
   python -m torch_xla_pp plan work.json --rows 512 --ranks 8 --device v5p
+  python -m torch_xla_pp doctor --no-ping
   python -m torch_xla_pp trace show step.json
   python -m torch_xla_pp trace merge measured.json predicted.json --output trace.json
 
-exit codes: 0 if all is well, 1 if an input is at fault, 2 if an option is
+exit codes: 0 if all is well, 1 if an input or what was looked at is at fault, 2 if an
+option is
 """
 _SCHEDULE = f"""\
 SCHEDULE is a CSV file with one line a rank and actions such as 2F0, or one of the
@@ -37,7 +39,20 @@ examples:
   python -m torch_xla_pp plan work.json --rows 512 --ranks 8 --devices-per-rank 4
   python -m torch_xla_pp plan work.json --rows 512 --devices 32 --device v5p
   python -m torch_xla_pp plan work.json --rows 64 --ranks 2 --memory 2GiB --remat full
+  python -m torch_xla_pp plan work.json --rows 16 --ranks 2 --fix stages=plan.json
   python -m torch_xla_pp plan show plan.json --against other.json
+  python -m torch_xla_pp plan show plan.json --top 5 --memory-png memory.png
+"""
+
+
+_VERIFY = """
+The function returns what xpp.verify takes: the unsplit model, a schedule or stages, the
+arguments and the target. It is called in every rank, after init_process_group. Under
+torchrun the command is one of its ranks; otherwise it starts them.
+
+examples:
+  python -m torch_xla_pp verify train.py:small --ranks 2 --devices 2
+  torchrun --nproc-per-node 2 -m torch_xla_pp verify train.py:small
 """
 
 
@@ -49,8 +64,8 @@ def parser(*, has_plans: bool = True) -> ArgumentParser:
     """
     top = ArgumentParser(
         prog="python -m torch_xla_pp",
-        description="Plan pipelines, look at schedules, simulate steps, and merge "
-        "recorded ones.",
+        description="Plan pipelines, verify them, look at schedules, simulate steps, "
+        "and merge recorded ones.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -60,6 +75,8 @@ def parser(*, has_plans: bool = True) -> ArgumentParser:
     plans = _group(groups, "plan", "find out how to cut and run a model")
     if has_plans:
         _add_plan(plans)
+    _add_verify(groups)
+    _add_doctor(groups)
     _add_trace(groups)
     return top
 
@@ -115,6 +132,26 @@ def _add_simulate(groups: Any) -> None:
     _add_picture(run, "draw the timeline")
 
 
+def _add_verify(groups: Any) -> None:
+    verify = _command(
+        groups, "verify", "verify", "compare a pipeline with its unsplit model", _VERIFY
+    )
+    verify.add_argument("target", metavar="SCRIPT.py:FUNCTION")
+    verify.add_argument("--ranks", type=_count, default=2, metavar="N")
+    verify.add_argument("--devices", type=_count, metavar="N", help="of each rank")
+    verify.add_argument("--tolerance", type=float, metavar="X", help="of rounding")
+
+
+def _add_doctor(groups: Any) -> None:
+    doctor = _command(
+        groups, "doctor", "doctor", "say whether this machine can run pipelines"
+    )
+    doctor.add_argument("--no-ping", action="store_true", help="start no ranks")
+    doctor.add_argument(
+        "--timeout", type=float, default=300.0, metavar="S", help="of the ranks"
+    )
+
+
 def _add_plan(commands: Any) -> None:
     from torch_xla_pp.cli.plan_options import add_plan_options
 
@@ -122,11 +159,11 @@ def _add_plan(commands: Any) -> None:
         commands, "make", "plan make", "plan a model; `make` may be left out", _PLAN
     )
     add_plan_options(make)
-    _add_step_files(make)
+    _add_plan_files(make)
     show = _command(commands, "show", "plan show", "print a plan, or what differs")
     show.add_argument("file", help="a plan as JSON")
     show.add_argument("--against", metavar="FILE", help="a plan to compare it with")
-    _add_step_files(show)
+    _add_plan_files(show)
     check = _command(
         commands, "check", "plan check", "say whether a plan fits a model and memory"
     )
@@ -134,11 +171,29 @@ def _add_plan(commands: Any) -> None:
     check.add_argument("--work", required=True, metavar="FILE", help="the model's work")
 
 
-def _add_step_files(command: ArgumentParser) -> None:
+def _add_plan_files(command: ArgumentParser) -> None:
     command.add_argument(
         "--trace", metavar="FILE", help="write the predicted step for Perfetto"
     )
     _add_picture(command, "draw the predicted step")
+    command.add_argument(
+        "--memory-png",
+        "--memory-svg",
+        dest="memory_picture",
+        metavar="FILE",
+        help="draw what each rank holds, and what it has (matplotlib)",
+    )
+    command.add_argument(
+        "--scatter",
+        metavar="FILE",
+        help="draw the time of all candidates over their memory (matplotlib)",
+    )
+    command.add_argument(
+        "--dot", metavar="FILE", help="write the stages as a graph for Graphviz"
+    )
+    command.add_argument(
+        "--top", type=_count, metavar="N", help="print the N best candidates, too"
+    )
 
 
 def _add_trace(groups: Any) -> None:

@@ -10,7 +10,8 @@ from torch_xla_pp.compile.explanation import (
 )
 from torch_xla_pp.compile.export import export_joint
 from torch_xla_pp.compile.joint_graph import JointGraph
-from torch_xla_pp.compile.loss_program import LossProgram
+from torch_xla_pp.compile.loss_cost import cost_of_loss, returned_by, unknown_ops
+from torch_xla_pp.compile.loss_program import LossProgram, split_loss
 from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.model_work import work_of
 from torch_xla_pp.compile.names import (
@@ -88,6 +89,7 @@ __all__ = [
     "bytes_of",
     "check_remat",
     "copied",
+    "cost_of_loss",
     "costs_of",
     "device_bytes",
     "example_of",
@@ -103,12 +105,15 @@ __all__ = [
     "output_name",
     "parameter_role",
     "partition_joint",
+    "returned_by",
     "route_in",
     "route_out",
     "rules_of",
+    "split_loss",
     "shared_part",
     "shared_total",
     "tangent",
     "tangent_name",
+    "unknown_ops",
     "work_of",
 ]

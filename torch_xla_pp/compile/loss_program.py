@@ -1,9 +1,14 @@
-"""One program for a microbatch's loss and its gradient with respect to the outputs."""
+"""One program for a microbatch's loss and its gradient with respect to the outputs.
+
+A loss function may return metrics beside the loss: they are outputs of the same
+program, without a gradient.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.export import export_joint
@@ -35,7 +40,21 @@ class _LossModule(nn.Module):
     def forward(self, *tensors: Tensor) -> Any:
         """Take the tensors of the outputs, then the target."""
         *outputs, target = tensors
-        return self.function(self._output.fill(outputs), target)
+        return split_loss(self.function(self._output.fill(outputs), target))
+
+
+def split_loss(result: Any) -> tuple[Any, Any]:
+    """Return the loss and the metrics that a loss function has returned.
+
+    Args:
+        result: The loss; or a tuple or list of it and metrics, tensors in any pytree.
+            Several things behind the loss are a tuple of metrics.
+    """
+    if not isinstance(result, (tuple, list)):
+        return result, ()
+    loss, *others = result
+    metrics = others[0] if len(others) == 1 else tuple(others)
+    return loss, pytree.tree_map_only(Tensor, Tensor.detach, metrics)
 
 
 class LossProgram:
@@ -45,7 +64,8 @@ class LossProgram:
     when they were written to; all else that it reads from outside is built in.
 
     Args:
-        function: Takes the stage's output and the target, returns a scalar.
+        function: Takes the stage's output and the target, returns a scalar, or what
+            `split_loss` takes.
         output: How the stage's outputs are put together.
         inputs: Examples of the outputs' tensors and of the target; only metadata
             counts.
@@ -78,7 +98,8 @@ class LossProgram:
         state |= {buffer_role(n): value for n, value in module.named_buffers()}
         self._constants = Constants({**joint.constants, **state})
         piece = value_and_grads(joint)
-        self._value = piece.outputs[0]
+        self._values = piece.outputs[: len(joint.outputs)]
+        self._template = joint.output_template
         self._grads = {
             i: joint.roles.get(node, node.name)
             for i, node in joint.input_grads.items()
@@ -86,7 +107,7 @@ class LossProgram:
         }
         names = [input_role(i) for i in range(len(inputs))]
         pins = {name: shardings[i] for i, name in self._grads.items()}
-        pins[self._value] = xla_compat.replicated_sharding()
+        pins |= dict.fromkeys(self._values, xla_compat.replicated_sharding())
         self._program = Program(
             ProgramSpec(function=piece, pins=pins, checked=names, rules=rules)
         )
@@ -102,7 +123,7 @@ class LossProgram:
         inputs: Sequence[Tensor],
         scale: Tensor,
         marks: Mapping[str, Tensor],
-    ) -> tuple[Tensor, dict[int, Tensor]]:
+    ) -> tuple[Tensor, dict[int, Tensor], Any]:
         """Enqueue the program.
 
         Args:
@@ -113,16 +134,17 @@ class LossProgram:
                 recorded.
 
         Returns:
-            The loss, and input index → gradient.
+            The loss, input index → gradient, and the metrics.
         """
         values = {input_role(i): value for i, value in enumerate(inputs)}
         values |= {_SCALE: scale, **marks}
         values |= self._program({**self._constants.values(), **values})
-        return values[self._value], {i: values[n] for i, n in self._grads.items()}
+        loss, metrics = self._template.fill([values[name] for name in self._values])
+        return loss, {i: values[n] for i, n in self._grads.items()}, metrics
 
 
 def _check(joint: JointGraph) -> None:
-    shapes = [list(value.shape) for value, _ in joint.example_outputs]
+    shapes = [list(value.shape) for value, _ in joint.example_outputs[:1]]
     if shapes != [[]]:
         raise PipelineError(
             f"loss_fn: expected a loss of shape [], got {', '.join(map(str, shapes))}. "

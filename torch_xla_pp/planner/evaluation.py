@@ -281,6 +281,7 @@ class Evaluator:
         held = held or _Held.of(self, cut, works)
         forward, inputs, weights = stage_times(works, cut)
         if setting.schedule in SPLIT if is_split is None else is_split:
+            inputs = inputs + _sums(cut, works.split_s)
             weights = weights + self.cluster.device.action_s
         times = zip(forward, inputs, weights, strict=True)
         stages = range(cut.num_stages)

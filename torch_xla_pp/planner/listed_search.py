@@ -67,7 +67,7 @@ class ListedCandidates:
         )
         starts = [self._ruled(cut) for cut in cuts]
         yield from starts
-        if request.planner == "full":
+        if request.planner == "full" and request.stages is None:
             left = _MOVED
             for start in _best_of_settings(starts):
                 most = left // (2 * num_actions_of(start.cut))

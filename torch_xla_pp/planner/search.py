@@ -19,6 +19,7 @@ from torch_xla_pp.planner.evaluation import (
     Setting,
     renumbered,
 )
+from torch_xla_pp.planner.given_stages import given_cut
 from torch_xla_pp.planner.linear_orders import Order, linear_orders
 from torch_xla_pp.planner.listed_search import ListedCandidates, stand_in
 from torch_xla_pp.planner.moves import estimated_s, moved_from, num_actions_of
@@ -131,11 +132,14 @@ def search(
     if request.planner == "full":
         left = _MOVED
         for start in found.take_starts():
-            num_actions = num_actions_of(start.cut)
-            better, num_tried = moved_from(
-                evaluator, start, request.remat, left // num_actions
-            )
-            left -= num_tried * num_actions
+            if request.stages is not None:
+                better = given_cut(evaluator, start, request.remat)
+            else:
+                num_actions = num_actions_of(start.cut)
+                better, num_tried = moved_from(
+                    evaluator, start, request.remat, left // num_actions
+                )
+                left -= num_tried * num_actions
             candidates.add(better)
             found.add(better, is_asked=better.cut.setting in asked)
     for evaluation in candidates.best(request):
@@ -181,6 +185,14 @@ class _Cutter:
 
     def cuts(self, setting: Setting) -> Iterator[Cut]:
         """Yield cuts that may be good for a setting."""
+        if self._request.stages is not None:
+            for choice in self._request.remat:
+                yield Cut(
+                    setting=setting,
+                    stages=self._request.stages,
+                    remat=(choice,) * setting.num_stages,
+                )
+            return
         edges = self._evaluator.table.graph.edges
         seen = set()
         for division in self._found(setting):

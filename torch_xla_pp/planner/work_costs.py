@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_xla_pp.planner.devices import Cluster
+from torch_xla_pp.planner.measured_costs import MeasuredCosts, RowSeconds, WorkSeconds
 from torch_xla_pp.planner.strategies import Strategy
 from torch_xla_pp.work import Cost, Work, WorkGraph
 
@@ -31,9 +32,11 @@ class WorkTable:
 
     Args:
         graph: The works.
+        measured: What the works were measured to take, None for rooflines.
     """
 
     graph: WorkGraph
+    measured: MeasuredCosts | None = None
     _split: dict[int, Array] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -53,6 +56,28 @@ class WorkTable:
             np.array([_numbers(of(work)) for work in self.graph.works]) for of in kinds
         )
         return forward, backward_input, backward_weight
+
+    @cached_property
+    def measured_lines(self) -> Mapping[str, Array]:
+        """F, B, I and W → seconds per row and fixed of each work: (works, 2)."""
+        kinds: Mapping[str, Callable[[WorkSeconds], RowSeconds]] = {
+            "F": lambda work: work.forward,
+            "B": lambda work: work.backward,
+            "I": lambda work: work.backward_input,
+            "W": lambda work: work.backward_weight,
+        }
+        found = [] if self.measured is None else self.measured.of(self.graph.works)
+        return {
+            kind: np.array([(of(x).seconds_per_row, of(x).seconds) for x in found])
+            for kind, of in kinds.items()
+        }
+
+    def takes(self, rows: float) -> bool:
+        """Tell if times are known for so many rows on a device."""
+        if self.measured is None:
+            return True
+        least, most = self.measured.range
+        return least <= rows <= most
 
     def saved(self, remat: str, rows: float) -> Array:
         """Return what each work keeps for its backward."""
@@ -192,7 +217,7 @@ class WorkCosts:
     @cached_property
     def seconds(self) -> tuple[Array, Array, Array]:
         """What F, I and W of each work take, with collectives."""
-        forward, inputs, weights = (self._roofline(c) for c in self.table.costs)
+        forward, inputs, weights = self._alone
         gather, scatter = self._fsdp_s
         reduce_outputs, reduce_inputs = self._tensor_s
         return (
@@ -286,6 +311,29 @@ class WorkCosts:
             per_s = device.link_bytes_per_s
             found += _ring(self.parameter_bytes, self.strategy.data, per_s, 0.0) * 2
         return found + 2 * _ring(self.parameter_bytes, replicas, link.bytes_per_s, 0.0)
+
+    @cached_property
+    def split_s(self) -> Array:
+        """What a backward of each work takes longer where it is split in two."""
+        if self.table.measured is None:
+            return np.zeros(self.table.num_works)
+        _, inputs, _ = self._alone
+        return self._measured("I") - inputs
+
+    @cached_property
+    def _alone(self) -> tuple[Array, Array, Array]:
+        """What F, I and W of each work take, without collectives."""
+        if self.table.measured is None:
+            forward, inputs, weights = (self._roofline(c) for c in self.table.costs)
+            return forward, inputs, weights
+        weights = self._measured("W")
+        whole = np.maximum(self._measured("B"), weights)
+        return self._measured("F"), whole - weights, weights
+
+    def _measured(self, kind: str) -> Array:
+        lines = self.table.measured_lines[kind]
+        found: Array = (lines[:, 0] * self.device_rows + lines[:, 1]) * self.share
+        return found
 
     def _roofline(self, cost: Array) -> Array:
         device, rows = self.cluster.device, self.device_rows

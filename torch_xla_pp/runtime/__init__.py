@@ -5,6 +5,7 @@ from torch_xla_pp.runtime.rank import RankPipeline
 from torch_xla_pp.runtime.schedule_table import ScheduleFromTable
 from torch_xla_pp.runtime.stage import PipelineStage
 from torch_xla_pp.runtime.stage_model import TracedModel
+from torch_xla_pp.runtime.step_losses import losses, metrics
 from torch_xla_pp.runtime.wrong_input import check_plain_module
 
 __all__ = [
@@ -14,4 +15,6 @@ __all__ = [
     "TracedModel",
     "check_plain_module",
     "clip_grad_norm_",
+    "losses",
+    "metrics",
 ]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import LossProgram, example_of, rules_of
+from torch_xla_pp.compile import LossProgram, example_of, rules_of, split_loss
 from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.graph import Captured, Template
 from torch_xla_pp.mesh import TensorSpec
@@ -49,6 +49,8 @@ class StageLoss:
         scale: As given.
         extra_bytes: What the last loss took on a device beside its arguments, zero if
             that is not known.
+        losses: The losses of the last step, by microbatch, without a graph.
+        metrics: What else the function has returned for each of them.
     """
 
     def __init__(
@@ -64,11 +66,14 @@ class StageLoss:
         # Of the first target of a step.
         self._shape: torch.Size | None = None
         self.extra_bytes = 0
+        self.losses: list[Any] = []
+        self.metrics: list[Any] = []
 
     def begin_step(self) -> None:
         """Look at what the function reads from outside; takes some µs."""
         self._captured = self._state.number()
         self._shape = None
+        self.losses, self.metrics = [], []
 
     def __call__(
         self,
@@ -96,7 +101,7 @@ class StageLoss:
         """
         self.extra_bytes = 0
         if not isinstance(target, Tensor):
-            return self.function(output, target), None
+            return self._run_eagerly(output, target), None
         self._check_shape(target)
         template, outputs = Template.of(output)
         partition = self._world.layout.batch_partition(tuple(target.shape), rows)
@@ -106,12 +111,23 @@ class StageLoss:
             self._programs[key] = self._compile(key)
         program = self._programs[key]
         if program is None:
-            return self.function(output, target), None
+            return self._run_eagerly(output, target), None
         pinned = self._world.place(target, partition)
         leaves = [value.detach() for value in outputs]
-        found = program([*leaves, pinned], self._scale(program.dtype), marks)
+        scale = self._scale(program.dtype)
+        loss, grads, metrics = program([*leaves, pinned], scale, marks)
         self.extra_bytes = program.extra_bytes
-        return found
+        self._keep(loss, metrics)
+        return loss, grads
+
+    def _run_eagerly(self, output: Any, target: Any) -> Any:
+        loss, metrics = split_loss(self.function(output, target))
+        self._keep(loss.detach(), metrics)
+        return loss
+
+    def _keep(self, loss: Tensor, metrics: Any) -> None:
+        self.losses.append(loss)
+        self.metrics.append(metrics)
 
     def _check_shape(self, target: Tensor) -> None:
         """Refuse what is left over of a batch, before the loss function meets it."""

@@ -12,7 +12,7 @@ microbatches before it enters the last stage's backward.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, final
 
@@ -405,6 +405,16 @@ class RankPipeline:
                 is_trained=stage.has_backward,
                 marks=marks,
             )
+
+    @property
+    def loss(self) -> StageLoss | None:
+        """Return what computes losses, None on ranks without the last stage."""
+        return self._loss
+
+    @property
+    def loss_function(self) -> Callable[..., Any] | None:
+        """Return the user's loss function, None on ranks without the last stage."""
+        return None if self._loss is None else self._loss.function
 
     @property
     def grad_scale(self) -> float:

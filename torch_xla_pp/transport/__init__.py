@@ -11,6 +11,7 @@ from torch_xla_pp.transport.process_group import (
     of_group,
 )
 from torch_xla_pp.transport.rendezvous import Rendezvous
+from torch_xla_pp.transport.shard_bytes import from_bytes, to_bytes
 from torch_xla_pp.transport.stage_transport import (
     Message,
     ProgramOps,
@@ -31,10 +32,12 @@ __all__ = [
     "Ticket",
     "XlaPpProcessGroup",
     "forget_group_numbers",
+    "from_bytes",
     "of_group",
     "part_sizes",
     "receive_op",
     "send_op",
+    "to_bytes",
 ]
 
 explain_backend_xla()

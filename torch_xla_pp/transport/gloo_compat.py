@@ -3,7 +3,13 @@
 Its classes of process groups are exported without telling type checkers.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import ctypes
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias, cast
 
@@ -35,6 +41,9 @@ __all__ = [
 
 GroupMaker: TypeAlias = Callable[..., dist.ProcessGroup]
 
+# Threads make groups one after the other: stdout is redirected meanwhile.
+_redirecting = threading.Lock()
+
 
 def attach_gloo(
     group: dist.ProcessGroup,
@@ -50,12 +59,42 @@ def attach_gloo(
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_default_device(lazy_init=True)]
     options._timeout = timeout
-    gloo = ProcessGroupGloo(store, group.rank(), group.size(), options)
+    with _redirecting, without_lines(b"[Gloo] Rank "):
+        gloo = ProcessGroupGloo(store, group.rank(), group.size(), options)
     kind = dist.ProcessGroup.BackendType.GLOO
     for device in devices:
         group._register_backend(torch.device(device), kind, gloo)
     group._set_default_backend(kind)
     return cast(dist.ProcessGroup, gloo)
+
+
+@contextlib.contextmanager
+def without_lines(prefix: bytes) -> Iterator[None]:
+    """Drop some lines that C++ code prints in the block.
+
+    gloo tells on stdout that it has no connections yet, and has no setting for it. All
+    other lines follow when the block has ended.
+    """
+    flush = ctypes.CDLL(None).fflush
+    try:
+        stdout = sys.__stdout__.fileno() if sys.__stdout__ else -1
+        before = os.dup(stdout)
+    except (OSError, ValueError):
+        yield
+        return
+    flush(None)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), stdout)
+        try:
+            yield
+        finally:
+            flush(None)
+            os.dup2(before, stdout)
+            os.close(before)
+            file.seek(0)
+            for line in file:
+                if not line.startswith(prefix):
+                    os.write(stdout, line)
 
 
 def wrap_backend(name: str, wrap: Callable[[GroupMaker], GroupMaker]) -> None:

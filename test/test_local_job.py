@@ -1,0 +1,36 @@
+"""A job on this machine has ranks with the variables that torchrun sets."""
+
+import os
+from unittest import mock
+
+import pytest
+
+from torch_xla_pp.local_job import run_locally
+
+pytestmark = pytest.mark.pure
+
+SHOW = (
+    "import os; print(*(os.environ[n] for n in "
+    "('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'CPU_NUM_DEVICES', 'MASTER_ADDR')))"
+)
+
+
+def test_every_rank_gets_its_place_in_the_job() -> None:
+    found = run_locally(["-c", SHOW], ranks=2, devices=3, is_quiet=True)
+    texts = [rank.output for rank in found]
+    assert texts == ["0 0 2 3 127.0.0.1\n", "1 1 2 3 127.0.0.1\n"]
+    assert [rank.code for rank in found] == [0, 0]
+
+
+def test_devices_are_those_of_the_environment_if_not_given() -> None:
+    with mock.patch.dict(os.environ, CPU_NUM_DEVICES="7"):
+        (found,) = run_locally(["-c", SHOW], ranks=1, is_quiet=True)
+    assert found.output == "0 0 1 7 127.0.0.1\n"
+
+
+def test_exit_codes_are_told_and_who_is_late_is_ended() -> None:
+    code = "import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(3)\n"
+    found = run_locally(
+        ["-c", f"{code}time.sleep(60)"], ranks=2, timeout_s=2.0, is_quiet=True
+    )
+    assert [rank.code for rank in found] == [3, None]
