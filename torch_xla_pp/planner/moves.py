@@ -27,7 +27,8 @@ from torch_xla_pp.planner.orders import LIST_RULES, LISTED, SPLIT, OrderRule
 from torch_xla_pp.planner.work_costs import Array
 
 _ROUNDS = 30
-_SMALL = 24
+# As many works are few: more of what they lead to is tried.
+SMALL = 24
 _FRAGMENTS = 3
 _NUM_TRIED = 6
 
@@ -54,7 +55,7 @@ def moved_from(
     """
     best = start
     seen = {start.cut}
-    is_small = evaluator.table.num_works <= _SMALL and start.rule is None
+    is_small = evaluator.table.num_works <= SMALL and start.rule is None
     num_near = 10 * _NUM_TRIED if is_small else _NUM_TRIED
     left = most_tried
     rules: tuple[OrderRule, ...] = LIST_RULES
@@ -322,12 +323,12 @@ def _relabelled(
     )
     near = [pair for pair in border if focus & {*pair}]
     yield from _moved(edges, stages, focus)
-    if len(stages) <= _SMALL:
+    if len(stages) <= SMALL:
         yield from _exchanged(edges, stages)
         yield from _any_stage(stages)
     for first, second in near:
         joined = [first if stage == second else stage for stage in stages]
-        others = focus if len(stages) > _SMALL else set(joined)
+        others = focus if len(stages) > SMALL else set(joined)
         for stage in sorted({*others} & {*joined}):
             yield from _divided(joined, stage, second)
 

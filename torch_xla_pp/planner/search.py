@@ -22,14 +22,22 @@ from torch_xla_pp.planner.evaluation import (
 from torch_xla_pp.planner.given_stages import given_cut
 from torch_xla_pp.planner.linear_orders import Order, linear_orders
 from torch_xla_pp.planner.listed_search import ListedCandidates, stand_in
-from torch_xla_pp.planner.moves import estimated_s, moved_from, num_actions_of
+from torch_xla_pp.planner.moves import (
+    SMALL,
+    estimated_s,
+    moved_from,
+    num_actions_of,
+)
 from torch_xla_pp.planner.orders import SPLIT
 from torch_xla_pp.planner.runs_search import Division, OrderRuns, RunCuts, RunTables
 from torch_xla_pp.planner.settings import Request, settings_for
 from torch_xla_pp.planner.work_tree import WorkTree, tree_of
 
+# How far an estimate may be above the best step: of settings, and of cuts, of which
+# those of small graphs cost little to evaluate.
 _SLACK = 1.1
-_SLACK_CUT = 1.05
+_SLACK_OF_CUTS = 1.05
+_SLACK_OF_SMALL = 1.3
 _FEW_STAGES = 8
 _NUM_STARTS = 8
 # A bound on the actions of all cuts that moves lead to, as no clock is to be one.
@@ -114,6 +122,8 @@ def search(
     found = SearchResult(num_settings=len(asked))
     candidates = ListedCandidates(evaluator, asked)
     limit_s = np.inf
+    is_small = evaluator.table.num_works <= SMALL
+    slack = _SLACK_OF_SMALL if is_small else _SLACK_OF_CUTS
     for setting in ordered:
         if min(estimates[setting]) > _SLACK * limit_s or (
             limit_s < np.inf and not cutter.may_fit(setting)
@@ -121,8 +131,7 @@ def search(
             found.num_pruned += len(estimates[setting])
             continue
         for cut in cutter.cuts(setting):
-            # It is within a few percent of the step.
-            if estimated_s(evaluator, cut) > _SLACK_CUT * limit_s:
+            if estimated_s(evaluator, cut) > slack * limit_s:
                 continue
             evaluation = evaluator.evaluate(cut)
             candidates.add(evaluation)
