@@ -143,7 +143,7 @@ def _changes(
                 if ranks[stage] == ranks[other]:
                     joined = [other if at == stage else at for at in cut.stages]
                     yield _Change(joined, ranks, own)
-        if cut.num_stages > cut.setting.num_ranks:
+        if cut.num_stages > cut.setting.num_ranks or evaluator.cluster.network.links:
             for moved in _placed(ranks, cut.setting.num_ranks, focus):
                 yield _Change(cut.stages, moved, own)
     for stage in sorted(focus):
@@ -174,7 +174,7 @@ def _screened(
     for number in np.argsort(bounds, kind="stable").tolist():
         if len(found) >= count and bounds[number] >= found[count - 1][0]:
             break
-        other = _cut_of(cut, changes[number], evaluator.table.graph.edges)
+        other = _cut_of(evaluator, cut, changes[number])
         if other is not None and other not in known:
             known.add(other)
             insort(found, (estimated_s(evaluator, other), number, other))
@@ -226,20 +226,21 @@ def _bounds_s(evaluator: Evaluator, cut: Cut, changes: Sequence[_Change]) -> Arr
     return found * (1 - 1e-9)
 
 
-def _cut_of(cut: Cut, change: _Change, edges: Sequence[tuple[int, int]]) -> Cut | None:
+def _cut_of(evaluator: Evaluator, cut: Cut, change: _Change) -> Cut | None:
     """Return the cut after a change, None if it is not valid."""
     used = {*change.labels}
     if len({change.ranks[label] for label in used}) < cut.setting.num_ranks:
         return None
     if cut.setting.schedule != LISTED and len(used) != cut.num_stages:
         return None
-    numbers = renumbered(change.labels, edges)
+    numbers = renumbered(change.labels, evaluator.table.graph.edges)
     if numbers is None:
         return None
     found = dict(zip(numbers, change.labels, strict=True))
     order = [found[number] for number in range(len(found))]
     placement = tuple(change.ranks[label] for label in order) if cut.placement else ()
-    if len(placement) == cut.setting.num_ranks:
+    is_one_each = len(placement) == cut.setting.num_ranks
+    if is_one_each and not evaluator.cluster.network.links:
         placement = tuple(range(len(placement)))  # Ranks are all equal.
     return Cut(
         setting=cut.setting,
