@@ -24,7 +24,7 @@ from torch_xla_pp.planner.plan_values import (
 )
 from torch_xla_pp.planner.predicted_collectives import predicted_collectives
 from torch_xla_pp.planner.rank_links import links_of
-from torch_xla_pp.planner.search import SearchResult, best_of
+from torch_xla_pp.planner.search import SearchResult
 from torch_xla_pp.planner.settings import Request
 from torch_xla_pp.schedule import peak_live
 from torch_xla_pp.text import bytes_text
@@ -38,6 +38,7 @@ _UNKNOWN_SHARE = 0.05
 def plan_of(
     request: Request,
     evaluator: Evaluator,
+    best: Evaluation,
     result: SearchResult,
     alternatives: tuple[Alternative, ...],
     baselines: dict[str, float],
@@ -47,11 +48,11 @@ def plan_of(
     Args:
         request: What was asked.
         evaluator: What evaluated the cuts.
+        best: The best cut.
         result: What the search has come to.
         alternatives: Plans in which one choice differs.
         baselines: Planner → seconds of its plan's step.
     """
-    best = best_of(result)
     setting, graph = best.cut.setting, evaluator.table.graph
     device = evaluator.cluster.device
     return PipelinePlan(
