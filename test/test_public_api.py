@@ -33,6 +33,7 @@ PUBLIC = [
     "make_plan",
     "materialize",
     "metrics",
+    "pad_batch",
     "pipeline",
     "pipeline_yield",
     "profile_step",

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         clip_grad_norm_,
         losses,
         metrics,
+        pad_batch,
     )
     from torch_xla_pp.schedule import Action, Schedule
     from torch_xla_pp.spmd import spmd_pipeline
@@ -67,6 +68,7 @@ __all__ = [
     "make_plan",
     "materialize",
     "metrics",
+    "pad_batch",
     "pipeline",
     "pipeline_yield",
     "profile_step",
@@ -102,6 +104,7 @@ _HOMES = {
         "clip_grad_norm_",
         "losses",
         "metrics",
+        "pad_batch",
     ),
     "schedule": ("Action", "Schedule"),
     "spmd": ("spmd_pipeline",),
