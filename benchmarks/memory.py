@@ -7,14 +7,16 @@ Two ranks of one local device each train the GPT of `gpt.py` with AdamW, each ce
 fresh processes; nothing is timed. Columns, as the JSON names them:
 
 live: For each stage of the rank, the most microbatches that waited at once.
-saved_bytes: The most bytes that lay between programs for them, of all stages of the
-    rank: what forwards save for backwards, gradients of losses, outputs.
+saved_bytes: The most bytes that lay between programs for them at once, of all stages of
+    the rank: what forwards save for backwards, gradients of losses, outputs.
+passed_bytes: The most that backwards of inputs left for those of weights.
+held_bytes: The most of both at once.
 bound: Microbatches of the whole rank that the schedule's paper promises at most: M for
     GPipe, min(M, P - rank) for 1F1B (Narayanan et al. 2019, PipeDream-2BW), P for ZBV,
     whose two chunks of a rank count half each (Qi et al. 2024).
 bound_bytes: The same times what one microbatch saves, as measured with M = P.
 saved_ratio: saved_bytes / bound_bytes; should be at most 1.
-peak_bytes: What `peak_memory()` says that the rank's stages held at most, together.
+peak_bytes: What `rank_memory()` says that the rank's stages held at most, together.
 process_bytes: By how much the largest size that the process has had exceeds that of a
     process which trains a tiny model of as many layers: such a one has loaded all
     libraries and compiled as many programs, but has next to no values.
@@ -47,10 +49,14 @@ def measure(schedule: str, microbatches: int, size: dict[str, int]) -> dict[str,
         side.step()
         xla_compat.wait_device()
     held = [stage.peak_memory() for stage in side.stages]
+    together = side.stages[0].rank_memory()
     return {
         "live": [memory.num_live for memory in held],
-        "saved": [memory.saved_bytes for memory in held],
-        "peak": sum(memory.peak_bytes for memory in held),
+        "each_saved": [memory.saved_bytes for memory in held],
+        "saved": together.saved_bytes,
+        "passed": together.passed_bytes,
+        "held": together.held_bytes,
+        "peak": together.peak_bytes,
         "largest": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
     }
 
@@ -97,16 +103,17 @@ def _row(
     """Return what was found on a rank, beside what was promised and expected."""
     per_microbatch = sum(
         num_bytes / live
-        for live, num_bytes in zip(few["live"], few["saved"], strict=True)
+        for live, num_bytes in zip(few["live"], few["each_saved"], strict=True)
     )
-    saved_bytes = sum(found["saved"])
     process_bytes = found["largest"] - tiny["largest"]
     return {
         "live": found["live"],
-        "saved_bytes": saved_bytes,
+        "saved_bytes": found["saved"],
+        "passed_bytes": found["passed"],
+        "held_bytes": found["held"],
         "bound": bound,
         "bound_bytes": round(bound * per_microbatch),
-        "saved_ratio": saved_bytes / (bound * per_microbatch),
+        "saved_ratio": found["saved"] / (bound * per_microbatch),
         "peak_bytes": found["peak"],
         "process_bytes": process_bytes,
         "peak_ratio": found["peak"] / process_bytes,
@@ -116,13 +123,14 @@ def _row(
 
 def line_of(row: dict[str, Any]) -> str:
     """Return a row as a line of text, with sizes in MiB."""
-    saved, bound, peak, process, largest = (
+    saved, passed, held, bound, peak, process, largest = (
         f"{row[f'{name}_bytes'] / 2**20:7.1f}"
-        for name in ("saved", "bound", "peak", "process", "largest")
+        for name in ("saved", "passed", "held", "bound", "peak", "process", "largest")
     )
     return (
         f"{row['size']} {row['schedule']:14} M={row['microbatches']:<3}"
         f" rank {row['rank']}  live {row['live']!s:8} saved {saved}"
+        f"  passed {passed}  held {held}"
         f"  bound {row['bound']:3} x = {bound}  ratio {row['saved_ratio']:.2f}"
         f"  peak {peak}  process {process}  ratio {row['peak_ratio']:.2f}"
         f"  largest {largest}"

@@ -83,7 +83,7 @@ def measure(cell: dict[str, Any]) -> list[dict[str, Any]]:
     predicted = plan.predicted.ranks[dist.get_rank()].bytes
     measured = {
         "state": sum(memory.state_bytes + memory.optimizer_bytes for memory in held),
-        "between": sum(memory.saved_bytes for memory in held),
+        "between": sum(memory.held_bytes for memory in held),
     }
     expected = {
         "state": predicted.state,

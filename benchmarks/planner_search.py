@@ -116,8 +116,8 @@ def line(
     search_s, result = timed(graph, request, devices, setting, repeats, False)
     best = best_of(result)
     order = best.order
-    live = max(float(rows[:, : len(s)].sum(1).max()) for s, rows in order.live_rows)
-    depths = [1] * best.cut.setting.num_stages
+    live = max(sum(held) for _, rows, _ in order.live_rows for held, _ in rows)
+    depths = [1] * best.cut.num_stages
     for producer, consumer in reversed(best.costs.edges):
         depths[producer] = max(depths[producer], 1 + depths[consumer])
     found: list[object] = [
@@ -132,7 +132,7 @@ def line(
         result.num_evaluated,
         f"{best.step_s:.5f}" if best.fits else "none",
         max(depths),
-        int(live),
+        live,
     ]
     for planner in OTHERS:
         asked = replace(request, planner=planner)

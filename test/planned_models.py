@@ -7,6 +7,7 @@ from integration.training import Model as Chain
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torch_xla_pp import deferred_init
 from torch_xla_pp.planner import PipelinePlan
 from torch_xla_pp.planner.evaluation import RankBytes
 from torch_xla_pp.planner.plan_values import (
@@ -99,16 +100,24 @@ def model_of(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name == "tied":
         return Chain(3, is_tied=True)
+    if name == "block":
+        return GPT(1)
     return {"gpt": GPT, "skips": Skipping, "branches": Branches}[name]()
+
+
+def deferred_model_of(name: str) -> nn.Module:
+    """Return the same under `deferred_init`."""
+    with deferred_init():
+        return model_of(name)
 
 
 NAMES = ("gpt", "tied", "skips", "branches")
 
 
-def batch_of(name: str, rows: int = ROWS) -> tuple[Tensor, ...]:
+def batch_of(name: str, rows: int = ROWS, seed: int = 1) -> tuple[Tensor, ...]:
     """Return arguments for a model."""
-    generator = torch.Generator().manual_seed(1)
-    if name in ("gpt", "tied"):
+    generator = torch.Generator().manual_seed(seed)
+    if name in ("gpt", "block", "tied"):
         return (torch.randint(VOCAB, (rows, LENGTH), generator=generator),)
     count = 2 if name == "branches" else 1
     return tuple(torch.randn(count, rows, WIDTH, generator=generator))
@@ -180,6 +189,7 @@ def plan_of(
             digest=work.digest,
             num_ops=work.num_ops,
             parameter_bytes=sum(held.values()),
+            op_digests=work.op_digests,
         ),
         batch=PlannedBatch(
             rows=replicas * microbatches * work.rows,

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from planned_models import GPT, ROWS, batch_of, model_of, plan_of
+from planned_models import GPT, ROWS, Branches, batch_of, model_of, plan_of
+from torch import Tensor
 from torch.distributed.pipelining import SplitPoint
 
 import torch_xla_pp as xpp
@@ -31,8 +32,16 @@ def split(plan: PipelinePlan, **changes: Any) -> xpp.Pipe:
 
 
 def test_an_example_of_other_rows_is_refused(plan: PipelinePlan) -> None:
-    with pytest.raises(ValueError, match=r"of 4 rows: expected an example of as many"):
+    with pytest.raises(ValueError, match="of 4 rows: .*Pass plan.example"):
         split(plan, mb_args=batch_of("branches", ROWS + 1))
+
+
+@pytest.mark.parametrize("rows", [1, ROWS + 3])
+def test_the_plans_example_of_it_has_the_planned_rows(
+    plan: PipelinePlan, rows: int
+) -> None:
+    pipe = split(plan, mb_args=plan.example(batch_of("branches", rows)))
+    assert pipe.num_stages == 2
 
 
 def test_a_model_of_other_operations_is_refused(plan: PipelinePlan) -> None:
@@ -40,12 +49,43 @@ def test_a_model_of_other_operations_is_refused(plan: PipelinePlan) -> None:
         split(plan, module=GPT(1), mb_args=batch_of("gpt"))
 
 
-def test_a_model_of_another_size_is_refused(plan: PipelinePlan) -> None:
+def test_the_first_operation_that_is_another_is_named(plan: PipelinePlan) -> None:
+    changed = model_of("branches")
+    changed.left[1] = torch.nn.Tanh()
+    text = (
+        r"differ: tanh \(File .*, which the plan has not; no relu_1, which the plan has"
+    )
+    with pytest.raises(PlanError, match=text):
+        split(plan, module=changed)
     wider = model_of("branches")
     wider.head = torch.nn.Linear(16, 5)
-    text = r"expected 3536 bytes of parameters, got 3604\. Pass the model that was"
+    text = (
+        r"expected the 9 operations that were planned, got 9; the first that differ: "
+        r"linear_4 \(File .*planned_models.py.*in forward\), here aten.linear.default"
+        r"\(cat, head.weight float32\[5, 16\], head.bias float32\[5\]\) -> float32 "
+        r"of 2 dimensions, planned is another\. Pass the model that was planned"
+    )
     with pytest.raises(PlanError, match=text):
         split(plan, module=wider)
+
+
+def test_other_outputs_are_refused(plan: PipelinePlan) -> None:
+    class Turned(Branches):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x, y)[::-1]
+
+    with pytest.raises(PlanError, match=r"differ: output, here output\(mean, linear_4"):
+        split(plan, module=Turned())
+
+
+def test_weights_that_are_not_tied_as_planned_are_refused() -> None:
+    args = batch_of("tied")
+    work = trace_work(model_of("tied"), args)
+    plan = plan_of(work, [work.works[:2], work.works[2:]])
+    untied = model_of("tied")
+    untied.head.weight = torch.nn.Parameter(untied.head.weight.detach().clone())
+    with pytest.raises(PlanError, match=r"expected 4020 bytes of parameters, got 4436"):
+        xpp.pipeline(untied, args, plan=plan)
 
 
 def test_a_plan_and_split_points_are_too_much(plan: PipelinePlan) -> None:

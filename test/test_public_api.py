@@ -32,6 +32,7 @@ PUBLIC = [
     "losses",
     "make_plan",
     "materialize",
+    "measure_work",
     "metrics",
     "pad_batch",
     "pipeline",

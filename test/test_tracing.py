@@ -91,7 +91,16 @@ def test_more_rows_change_nothing_for_each_row() -> None:
         for rows in (ROWS, 3 * ROWS)
     )
     assert few.digest == many.digest
+    assert few.op_digests == many.op_digests
     assert few == dataclasses.replace(many, rows=ROWS)
+
+
+def test_the_digest_is_of_the_model_and_not_of_its_works() -> None:
+    few, many = (
+        trace_work(GPT(1), batch_of("gpt"), max_stages=count) for count in (1, 32)
+    )
+    assert len(few.works) < len(many.works)
+    assert few.digest == many.digest
 
 
 @pytest.mark.parametrize("name", NAMES)

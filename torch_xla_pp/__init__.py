@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch_xla_pp.graph import pipeline_yield, shard
     from torch_xla_pp.health import doctor
     from torch_xla_pp.launch import device, init_device_mesh
+    from torch_xla_pp.measuring import measure_work
     from torch_xla_pp.mesh import AxisRules, striped_positions
     from torch_xla_pp.parity import verify
     from torch_xla_pp.pipe import Pipe, pipeline
@@ -67,6 +68,7 @@ __all__ = [
     "losses",
     "make_plan",
     "materialize",
+    "measure_work",
     "metrics",
     "pad_batch",
     "pipeline",
@@ -93,6 +95,7 @@ _HOMES = {
     "graph": ("pipeline_yield", "shard"),
     "health": ("doctor",),
     "launch": ("device", "init_device_mesh"),
+    "measuring": ("measure_work",),
     "mesh": ("AxisRules", "striped_positions"),
     "parity": ("verify",),
     "pipe": ("Pipe", "pipeline"),

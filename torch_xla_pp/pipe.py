@@ -366,6 +366,20 @@ def pipeline(
     return pipe
 
 
+def split_as(
+    module: nn.Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: dict[str, Any] | None,
+    given: GivenStages,
+    *,
+    activations: Mapping[str, LogicalAxes] | None = None,
+) -> Pipe:
+    """Trace a model in its present mode and split it into given stages."""
+    record_resets(module)
+    cuts = _Cuts(spec={}, policy=None, given=given)
+    return _traced(module, mb_args, mb_kwargs, cuts, dict(activations or {}))
+
+
 def _parameter_bytes(pipe: Pipe) -> int:
     """Return the size of all parameters of all stages, shared ones once."""
     stages = [pipe.get_stage_module(index) for index in range(pipe.num_stages)]

@@ -39,7 +39,7 @@ _OF_PARAMETERS = ("fsdp", "tp")
 def given_stages(plan: PipelinePlan) -> GivenStages:
     """Return the stages of a plan by the names of their operations."""
     names = tuple(f"stage_{index}" for index in range(len(plan.stages)))
-    return GivenStages(names=names, stages=plan.stage_of)
+    return GivenStages(names=names, stages=plan.stage_of, digests=plan.model.op_digests)
 
 
 def check_example(plan: PipelinePlan, example: Any) -> None:
@@ -54,8 +54,8 @@ def check_example(plan: PipelinePlan, example: Any) -> None:
     if shapes and shapes[0][0] != rows:
         raise ValueError(
             f"pipeline: the plan has microbatches of {rows} rows: expected an example "
-            f"of as many, got one of shape {list(shapes[0])}. Pass {rows} rows, or "
-            "plan for others."
+            f"of as many, got one of shape {list(shapes[0])}. Pass plan.example(args), "
+            "or plan for others."
         )
 
 

@@ -5,13 +5,22 @@ be carried out on the other.
 """
 
 import contextlib
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
-from torch_xla_pp.compile import marking_checkpoints, work_of
+from torch_xla_pp.compile import (
+    cost_of_loss,
+    marking_checkpoints,
+    returned_by,
+    unknown_ops,
+    work_of,
+)
 from torch_xla_pp.deferred import as_on_host, back_to_meta, parameter_names
+from torch_xla_pp.errors import PlanError
 from torch_xla_pp.graph import indexing_by_tensors, sharding_outputs, untied
 from torch_xla_pp.launch import device
 from torch_xla_pp.mesh import LogicalAxes
@@ -52,6 +61,8 @@ def trace_work(
     *,
     activations: Mapping[str, LogicalAxes] | None = None,
     max_stages: int = 16,
+    loss_fn: Callable[..., Any] | None = None,
+    target: Any = None,
 ) -> WorkGraph:
     """Trace a model and return the work that it is, for a planner.
 
@@ -64,6 +75,9 @@ def trace_work(
         mb_kwargs: Example of its keyword arguments.
         activations: As for `pipeline`, which must then be given the same.
         max_stages: For how many stages the parts of the work are to be small enough.
+        loss_fn: Takes what the model returns and the target, returns a scalar. Its cost
+            is that of the last stage's backward; without it, plans warn.
+        target: Example of one microbatch's target.
 
     Raises:
         PlanError: The model has what cannot be split.
@@ -72,12 +86,30 @@ def trace_work(
     names = parameter_names(module)
     with tracing(module, names, dict(activations or {})) as faked:
         args, kwargs = faked((mb_args, mb_kwargs))
-        traced = trace(module, args, kwargs)
+        traced = _traced(module, args, kwargs)
     back_to_meta(traced)
-    return work_of(
+    unknown, output = unknown_ops(traced), returned_by(traced)
+    work = work_of(
         traced,
         SPLIT_MARK,
         names,
         max_stages=max_stages,
         source=type(module).__name__,
     )
+    work = replace(work, unknown_ops=unknown)
+    if loss_fn is None:
+        return work
+    return work.with_loss(cost_of_loss(output, loss_fn, target, work.rows))
+
+
+def _traced(module: nn.Module, args: Any, kwargs: Any) -> fx.GraphModule:
+    """Trace a model, or say in which line it cannot be."""
+    try:
+        return trace(module, args, kwargs)
+    except RuntimeError as error:
+        why = f"{error.__cause__ or error}".strip()
+        raise PlanError(
+            "trace_work: expected a model that torch.export traces as one graph, got "
+            f"one that it does not:\n{textwrap.indent(why, '  ')}\nTake control flow "
+            "that depends on values out of the model, or write its work by hand."
+        ) from error

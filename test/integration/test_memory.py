@@ -22,6 +22,9 @@ from torch_xla_pp.testing import Worlds
 
 pytestmark = pytest.mark.worlds
 
+# Schedules that compute gradients of inputs and of weights apart.
+SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
 
 def implied(schedule: Any, stage: int) -> int:
     """Return the most microbatches of a stage that its rank's order leaves open."""
@@ -47,7 +50,14 @@ def most_alive(job: Job) -> tuple[list[int], list[int]]:
             kept = job.num_microbatches if stage.is_last else 0
             assert (len(stage.saved), len(stage.outputs)) == (kept, 0)
         assert stages[0].process_group.mailbox == {}
-    found = [stage.peak_memory().num_live for stage in stages]
+    own = [stage.peak_memory() for stage in stages]
+    together = stages[0].rank_memory()
+    held = [memory.held_bytes for memory in own]
+    assert max(held) <= together.held_bytes <= sum(held)
+    assert together.state_bytes == sum(memory.state_bytes for memory in own)
+    assert together == stages[-1].rank_memory()
+    assert (together.passed_bytes > 0) == (job.schedule in SPLIT)
+    found = [memory.num_live for memory in own]
     is_single = len(stages) == 1
     return found, [] if is_single else [
         implied(schedule, stage.stage_index) for stage in stages

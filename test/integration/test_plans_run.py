@@ -1,61 +1,144 @@
 """Plans run: a model that is split and scheduled by one trains as it does unsplit."""
 
 import copy
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch_xla
+from integration.training import COUNTERS
 from joining import join
-from planned_models import ROWS, batch_of, model_of, plan_of
+from planned_models import ROWS, batch_of, deferred_model_of, model_of
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
 from torch.utils import _pytree as pytree
+from torch_xla.debug import metrics
 
 import torch_xla_pp as xpp
-from torch_xla_pp.planner import PipelinePlan
+from torch_xla_pp.errors import PipelineError, PlanError
+from torch_xla_pp.planner import DeviceSpec, PipelinePlan
 from torch_xla_pp.testing import Worlds
 from torch_xla_pp.torch_compat import order_of
-from torch_xla_pp.tracing import trace_work
 
 pytestmark = pytest.mark.worlds
 
 MICROBATCHES = 4
-# The gradient of a bias of keys is zero but for rounding, which AdamW divides by the
-# like unless `eps` is larger.
-OPTIONS: dict[str, Any] = {"lr": 1e-3, "eps": 1e-4}
+# Gradients of biases of keys, and of those before a norm of the batch, are zero but for
+# rounding, which AdamW must not make larger.
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "eps": 1e-3}
+# So slow that small models are worth a cut.
+DEVICE = dataclasses.replace(
+    DeviceSpec.named("cpu"), name="slow", flops_per_s=1e7, bytes_per_s=1e7
+)
+RULES = xpp.AxisRules(
+    parameters={
+        "*.qkv.weight": ("heads", "embed"),
+        "*.qkv.bias": ("heads",),
+        "*.out.weight": ("embed", "heads"),
+        "*.up.weight": ("mlp", "embed"),
+        "*.up.bias": ("mlp",),
+        "*.down.weight": ("embed", "mlp"),
+        "embed.weight": (None, "embed"),
+        "head.weight": (None, "embed"),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, and after how many of its works to cut it; all else of its plan."""
+    """A model, and what its plan is bound to.
+
+    Args:
+        model: The model.
+        order: Name of the order of actions.
+        options: Further options of `make_plan`.
+        ranks: Changes of the ranks of the plan, as all ranks of a search are alike.
+        schedule: Name of the class that runs the order.
+        is_deferred: Whether the model is made under `deferred_init`.
+    """
 
     model: str
-    cuts: tuple[int, ...]
-    placement: tuple[int, ...] = (0, 1)
-    schedule: str = "1f1b"
-    kind: type = Schedule1F1B
-    remat: str = "none"
-    devices: int = 1
+    order: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    ranks: tuple[Mapping[str, Any], ...] = ()
+    schedule: str
+    is_deferred: bool = False
 
-    def __str__(self) -> str:
-        return f"{self.model} {self.schedule}"
+    @property
+    def replicas(self) -> int:
+        return int(self.options.get("replicas", (1,))[0])
+
+
+ONE_DEVICE = [
+    Case(model="tied", order="zb1p", schedule="ScheduleFromTable"),
+    Case(model="skips", order="zbv", schedule="ScheduleZBVZeroBubble"),
+    Case(
+        model="branches",
+        order="dag",
+        schedule="ScheduleFromTable",
+        options={"device": "cpu"},
+    ),
+    Case(
+        model="block",
+        order="interleaved",
+        schedule="ScheduleInterleaved1F1B",
+        is_deferred=True,
+    ),
+]
+REPLICAS = [
+    Case(
+        model="tied",
+        order="1f1b",
+        schedule="Schedule1F1B",
+        options={"ranks": 4, "replicas": (2,)},
+    )
+]
+NO_MESH = {"devices": 1, "mesh": {}, "rules": (), "batch_axis": None}
+TP = {"mesh": {"model": 2}, "rules": ("tp",), "batch_axis": None}
+PAIRS = {"devices_per_rank": 2}
+TWO_DEVICES = [
+    Case(
+        model="block",
+        order="1f1b",
+        schedule="Schedule1F1B",
+        options=PAIRS | {"sharding": ("fsdp",), "remat": ("full",)},
+    ),
+    Case(
+        model="block",
+        order="gpipe",
+        schedule="ScheduleGPipe",
+        options=PAIRS | {"sharding": ("tp",)},
+    ),
+]
+UNLIKE = [
+    Case(
+        model="block",
+        order="1f1b",
+        schedule="Schedule1F1B",
+        options=PAIRS,
+        ranks=(NO_MESH, TP),
+    )
+]
 
 
 def plan_for(case: Case, model: nn.Module) -> PipelinePlan:
-    work = trace_work(model, batch_of(case.model), max_stages=32)
-    pairs = zip([0, *case.cuts], [*case.cuts, None], strict=True)
-    mesh = {"data": case.devices} if case.devices > 1 else {}
-    plan = plan_of(
-        work,
-        [work.works[low:high] for low, high in pairs],
-        placement=case.placement,
-        schedule=case.schedule,
-        microbatches=MICROBATCHES,
-        remat=case.remat,
-        mesh=mesh,
-        rules=("dp",) if mesh else (),
-    )
+    work = xpp.trace_work(model, batch_of(case.model), max_stages=32)
+    options: dict[str, Any] = {
+        "ranks": 2,
+        "device": DEVICE,
+        "replicas": (1,),
+        "microbatches": (MICROBATCHES,),
+        "schedules": (case.order,),
+        **case.options,
+    }
+    plan = xpp.make_plan(work, rows=case.replicas * MICROBATCHES * ROWS, **options)
+    if case.ranks:
+        pairs = zip(plan.ranks, case.ranks, strict=True)
+        ranks = tuple(dataclasses.replace(rank, **change) for rank, change in pairs)
+        plan = dataclasses.replace(plan, ranks=ranks)
     assert PipelinePlan.from_json(plan.to_json()) == plan
     return plan
 
@@ -66,57 +149,100 @@ def loss_of(output: Any, target: Tensor) -> Tensor:
     return sum(found, target.mean())
 
 
-def train(case: Case) -> str:
-    """Train one step; return the name of the schedule's class."""
+def train_all(cases: list[Case]) -> list[tuple[PipelinePlan, str, dict[str, int]]]:
+    """Train one after the other; return plan, schedule, and what was compiled late."""
     join()
-    model = model_of(case.model)
-    unsplit = copy.deepcopy(model)
-    plan = plan_for(case, model)
-    mesh = xpp.init_device_mesh("xla", plan=plan)
-    pipe = xpp.pipeline(model, batch_of(case.model), plan=plan)
-    stages = pipe.build_stages(mesh)
-    schedule = pipe.make_schedule(stages, loss_fn=loss_of)
-    assert order_of(schedule) == plan.table()
-    parts = [p for stage in stages for p in stage.submod.parameters()]
-    optimizer = torch.optim.AdamW(parts, **OPTIONS)
-    args = batch_of(case.model, MICROBATCHES * ROWS)
-    target = torch.randn(MICROBATCHES * ROWS)
-    losses: list[Tensor] = []
-    is_last = any(stage.is_last for stage in stages)
-    kwargs: dict[str, Any] = {"target": target, "losses": losses} if is_last else {}
-    is_first = any(stage.is_first for stage in stages)
-    output = schedule.step(*(args if is_first else ()), **kwargs)
-    grads = {
-        name: (stage, parameter.grad)
-        for stage in stages
-        for name, parameter in stage.submod.named_parameters()
-    }
-    expected = train_unsplit(unsplit, args, target)
-    if is_last:
-        check("outputs", output, expected["outputs"])
-        check("losses", losses, expected["losses"])
-    named = dict(unsplit.named_parameters(remove_duplicate=False))
-    for name, (_, grad) in grads.items():
-        check(name, grad, named[name].grad)
-    optimizer.step()
-    torch.optim.AdamW(unsplit.parameters(), **OPTIONS).step()
-    for stage in stages:
-        for name, parameter in stage.submod.named_parameters():
-            check(name, parameter, named[name])
-    return type(schedule).__name__
+    return [Trained(case).run() for case in cases]
+
+
+class Trained:
+    """A planned model that is trained, and the unsplit one beside it."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        if case.is_deferred:
+            model = deferred_model_of(case.model)
+            self.unsplit = xpp.materialize(deferred_model_of(case.model))
+        else:
+            model = model_of(case.model)
+            self.unsplit = copy.deepcopy(model)
+        self.plan = plan_for(case, model)
+        self.mesh = xpp.init_device_mesh("xla", plan=self.plan)
+        pipe = xpp.pipeline(model, batch_of(case.model), plan=self.plan)
+        splits = any({"fsdp", "tp"} & {*rank.rules} for rank in self.plan.ranks)
+        sharding = RULES if splits else None
+        self.stages = pipe.build_stages(self.mesh, sharding=sharding)
+        self.schedule = pipe.make_schedule(self.stages, loss_fn=loss_of)
+        assert order_of(self.schedule) == self.plan.table()
+
+    def run(self) -> tuple[PipelinePlan, str, dict[str, int]]:
+        """Train two steps and compare everything after each."""
+        own = [p for stage in self.stages for p in stage.submod.parameters()]
+        optimizers = [
+            torch.optim.AdamW(parameters, **OPTIONS)
+            for parameters in (own, self.unsplit.parameters())
+        ]
+        late: dict[str, int] = {}
+        for step in range(2):
+            late = self._step(step)
+            for optimizer in optimizers:
+                optimizer.step()
+            for name, parameter in self._named():
+                expected = self.unsplit.get_parameter(name)
+                check(f"{name} after step {step}", parameter, expected)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            # The optimizer's own program is not the schedule's.
+            torch_xla.sync()
+        return self.plan, type(self.schedule).__name__, late
+
+    def _step(self, step: int) -> dict[str, int]:
+        """Compare a step, and return what it compiled."""
+        replicas = self.case.replicas
+        rows = MICROBATCHES * ROWS
+        replica = self.mesh.get_local_rank("dp") if replicas > 1 else 0
+        args = batch_of(self.case.model, replicas * rows, seed=step)
+        target = torch.randn(replicas * rows, generator=torch.manual_seed(step))
+        own = slice(replica * rows, (replica + 1) * rows)
+        losses: list[Tensor] = []
+        is_last = any(stage.is_last for stage in self.stages)
+        is_first = any(stage.is_first for stage in self.stages)
+        kwargs = {"target": target[own], "losses": losses} if is_last else {}
+        given = tuple(x[own] for x in args) if is_first else ()
+        before = counters()
+        output = self.schedule.step(*given, **kwargs)
+        compiled = {name: n - before[name] for name, n in counters().items()}
+        outputs, expected = train_unsplit(self.unsplit, args, target)
+        if is_last:
+            first = replica * MICROBATCHES
+            number = slice(first, first + MICROBATCHES)
+            whole = pytree.tree_map(lambda *x: torch.cat(x), *outputs[number])
+            check("outputs", output, whole)
+            check("losses", losses, expected[number])
+        for name, parameter in self._named():
+            check(name, parameter.grad, self.unsplit.get_parameter(name).grad)
+        return compiled
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return [pair for s in self.stages for pair in s.submod.named_parameters()]
 
 
 def train_unsplit(
     model: nn.Module, args: tuple[Tensor, ...], target: Tensor
-) -> dict[str, Any]:
+) -> tuple[list[Any], list[Tensor]]:
+    """Add up the mean of all microbatches' gradients; return outputs and losses."""
     outputs, losses = [], []
-    for i in range(MICROBATCHES):
+    count = len(target) // ROWS
+    for i in range(count):
         rows = slice(i * ROWS, (i + 1) * ROWS)
         outputs.append(model(*(x[rows] for x in args)))
         losses.append(loss_of(outputs[-1], target[rows]))
-        (losses[-1] / MICROBATCHES).backward()
-    whole = pytree.tree_map(lambda *parts: torch.cat(parts), *outputs)
-    return {"outputs": whole, "losses": losses}
+        (losses[-1] / count).backward()
+    return outputs, losses
+
+
+def counters() -> dict[str, int]:
+    return {name: metrics.counter_value(name) or 0 for name in COUNTERS}
 
 
 def check(what: str, got: Any, expected: Any) -> None:
@@ -128,22 +254,79 @@ def check(what: str, got: Any, expected: Any) -> None:
         assert (one - other).abs().max() < 2e-5 * scale, what
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(model="gpt", cuts=(5,), devices=2, remat="full"),
-        Case(model="tied", cuts=(3,), schedule="zb1p", kind=xpp.ScheduleFromTable),
-        Case(
-            model="skips",
-            cuts=(2, 4, 6),
-            placement=(0, 1, 1, 0),
-            schedule="zbv",
-            kind=ScheduleZBVZeroBubble,
-        ),
-        Case(model="branches", cuts=(2,), schedule="dag", kind=xpp.ScheduleFromTable),
-    ],
-    ids=str,
-)
-def test_a_plan_trains_as_the_unsplit_model(worlds: Worlds, case: Case) -> None:
-    found = worlds.run(train, ranks=2, devices=case.devices, args=(case,))
-    assert found == [case.kind.__name__] * 2
+def trained(
+    worlds: Worlds, cases: list[Case], *, ranks: int = 2, devices: Any = 1
+) -> list[PipelinePlan]:
+    """Train on every rank; return the plans."""
+    by_rank = worlds.run(train_all, ranks=ranks, devices=devices, args=(cases,))
+    for found in by_rank:
+        for case, (plan, name, late) in zip(cases, found, strict=True):
+            assert name == case.schedule
+            assert plan.schedule.name == case.order
+            assert late == dict.fromkeys(COUNTERS, 0), case
+    plans = [[plan for plan, _, _ in found] for found in by_rank]
+    assert all(found == plans[0] for found in plans)
+    return plans[0]
+
+
+def cut_modules(plan: PipelinePlan) -> set[str]:
+    """Return the paths of modules that several stages have parts of."""
+    paths = [path for stage in plan.stages for path in stage.modules]
+    return {path for path in paths if paths.count(path) > 1}
+
+
+def test_plans_train_as_the_unsplit_model(worlds: Worlds) -> None:
+    tied, skips, branches, deferred = trained(worlds, ONE_DEVICE)
+    assert tied.model.tied == ("embed.weight",)
+    assert [stage.rank for stage in skips.stages] == [0, 1, 1, 0]
+    assert [stage.inputs[0] for stage in branches.stages] == ["x", "y"]
+    assert cut_modules(deferred) == {"blocks.0"}
+
+
+def test_replicas_of_a_plan_train_as_the_unsplit_model(worlds: Worlds) -> None:
+    (plan,) = trained(worlds, REPLICAS, ranks=4)
+    assert plan.batch.replicas == 2
+
+
+def test_plans_of_sharded_stages_train_as_the_unsplit_model(worlds: Worlds) -> None:
+    plans = trained(worlds, TWO_DEVICES, devices=2)
+    assert plans[0].stages[0].remat == "full"
+    found = [[rank.rules for rank in plan.ranks] for plan in plans]
+    assert found == [[("fsdp",)] * 2, [("tp",)] * 2]
+
+
+def test_ranks_of_other_devices_train_as_the_unsplit_model(worlds: Worlds) -> None:
+    trained(worlds, UNLIKE, devices=(1, 2))
+
+
+def split_by_other_plans() -> str:
+    """Run stages of another plan on each rank; return what is said of it.
+
+    A plan of another model is refused before.
+    """
+    join()
+    case = ONE_DEVICE[2]
+    model = model_of(case.model)
+    plan = plan_for(case, model)
+    mesh = xpp.init_device_mesh("xla", plan=plan)
+    other_model = model_of(case.model)
+    other_model.left[1] = nn.Tanh()
+    with pytest.raises(PlanError, match="differ: tanh"):
+        xpp.pipeline(other_model, batch_of(case.model), plan=plan)
+    warnings = (f"a plan of rank {dist.get_rank()}",)
+    costs = dataclasses.replace(plan.costs, warnings=warnings)
+    other = dataclasses.replace(plan, costs=costs)
+    pipe = xpp.pipeline(model, batch_of(case.model), plan=other)
+    stages = pipe.build_stages(mesh)
+    schedule = pipe.make_schedule(stages, loss_fn=loss_of)
+    args = batch_of(case.model, MICROBATCHES * ROWS)
+    try:
+        schedule.step(*(args if stages[0].is_first else ()), target=torch.zeros(1))
+    except PipelineError as error:
+        return str(error)
+    return "none"
+
+
+def test_other_plans_and_models_are_refused_on_all_ranks(worlds: Worlds) -> None:
+    found = worlds.run(split_by_other_plans, ranks=2)
+    assert all("plan: expected the same on every rank, got [" in x for x in found)

@@ -136,7 +136,7 @@ MUTANTS: dict[str, tuple[Callable[[PipelinePlan], PipelinePlan], str]] = {
     ),
     "an unknown schedule": (
         lambda p: replace(p, schedule=replace(p.schedule, name="2f2b")),
-        "schedule 2f2b",
+        "schedule: expected one of 1f1b, .*, got '2f2b'",
     ),
     "no edge where a value goes": (
         lambda p: replace(p, predicted=replace(p.predicted, flows=())),
@@ -207,6 +207,29 @@ def test_faults_of_a_file_are_told_at_once() -> None:
     for part in ("color: expected no such field", "batch.rows: expected this field"):
         assert part in text
     assert "stages[1].rank: expected a whole number, got 'one'" in text
+
+
+def test_a_file_that_no_model_could_run_is_refused_with_all_its_faults() -> None:
+    data = json.loads(PLAN.to_json())
+    data["stages"][2]["ops"].append(data["stages"][0]["ops"][0])
+    data["stages"][1]["ops"].pop()
+    data["stages"][1]["rank"] = 7
+    data["predicted"]["flows"][0] |= {"producer": 2, "consumers": [1]}
+    data["batch"]["rows"] = 17
+    data["schedule"]["name"] = "2f2b"
+    with pytest.raises(ValueError, match="torch_xla_pp plan 1") as caught:
+        PipelinePlan.from_json(json.dumps(data) + "\n")
+    lines = str(caught.value).split("\n")
+    assert len(lines) == 6
+    for part in (
+        "rows: expected 17 to be 1 replicas x 4 microbatches x 4 rows, got 16",
+        "ranks: expected a stage on each of ranks 0..2, got stages on 0, 2, 7",
+        "schedule: expected one of 1f1b",
+        "operation embed_op: expected in one stage, got it in 2",
+        "operations: expected the 22 of the model in stages, got 21",
+        "stages: expected values to go to higher stages, got them from 2 to 1",
+    ):
+        assert any(part in line for line in lines), part
 
 
 def test_an_older_format_is_refused() -> None:

@@ -1,7 +1,9 @@
 """Plans: sound, equal for equal input, with comparisons that can be computed again."""
 
 import dataclasses
+import re
 import shlex
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,12 +13,29 @@ from strategies import series_parallel_graphs, work_graphs
 
 from torch_xla_pp.cli.options import parser
 from torch_xla_pp.cli.plan_options import plan_of_options
-from torch_xla_pp.planner import PipelinePlan, check, differences, make_plan
+from torch_xla_pp.planner import (
+    DEVICES,
+    Cluster,
+    PipelinePlan,
+    RankBytes,
+    check,
+    differences,
+    link_between_ranks,
+    make_plan,
+)
+from torch_xla_pp.planner.evaluation import Evaluator, Setting
+from torch_xla_pp.planner.search import balanced_seconds
 from torch_xla_pp.planner.settings import PLANNERS, PlannerName
+from torch_xla_pp.planner.strategies import strategies_for
+from torch_xla_pp.planner.work_costs import WorkTable
 from torch_xla_pp.simulate import simulate, step_seconds
+from torch_xla_pp.text import bytes_text, seconds_text
 from torch_xla_pp.work import WorkGraph
 
 pytestmark = pytest.mark.pure
+
+SIZES = ("data", "model")
+PARTS = [field.name for field in dataclasses.fields(RankBytes)]
 
 
 @settings(max_examples=40, deadline=None)
@@ -58,6 +77,7 @@ def test_numbers_of_microbatches_that_a_schedule_refuses_are_left_out(
         ranks=5,
         replicas=(1,),
         microbatches=(microbatches,),
+        schedules=("1f1b", "zb1p", "interleaved", "zbv"),
     )
     assert plan.schedule.name not in ("zb1p", "interleaved")
     assert {a.label for a in plan.alternatives if a.change == "schedule"} == {
@@ -107,6 +127,65 @@ def test_each_comparison_is_what_its_options_give(
         assert not other.fits or other.step_s >= plan.predicted.step_s
         held = max(rank.bytes.total for rank in again.predicted.ranks)
         assert held == other.peak_bytes
+
+
+def test_every_number_of_a_reason_is_that_of_the_plan_or_of_an_alternative() -> None:
+    graph, device = uneven_gpt(), DEVICES["v5e"]
+    plan = make_plan(
+        graph, rows=64, ranks=4, devices_per_rank=2, replicas=(2, 4), device=device
+    )
+    split, *others = plan.reasons
+    network = link_between_ranks(device)
+    cluster = Cluster(device=device, num_devices=8, network=network)
+    setting = Setting(
+        num_ranks=len(plan.ranks),
+        replicas=plan.batch.replicas,
+        strategy=next(
+            s
+            for s in strategies_for(2)
+            if s.presets == plan.ranks[0].rules
+            and (s.data, s.model) == tuple(map(plan.ranks[0].mesh.get, SIZES, (1, 1)))
+        ),
+        rows=plan.batch.rows_per_microbatch,
+        num_microbatches=plan.batch.microbatches,
+        schedule=plan.schedule.name,
+        stages_per_rank=plan.schedule.stages_per_rank,
+    )
+    evaluator = Evaluator(table=WorkTable(graph), cluster=cluster)
+    balanced = seconds_text(balanced_seconds(evaluator, setting))
+    mine_s = plan.predicted.step_s
+    assert split == (
+        f"split: {len(plan.stages)} stages take {seconds_text(mine_s)}; perfectly "
+        f"balanced ones are estimated at {balanced}"
+    )
+    held = max(rank.bytes.total for rank in plan.predicted.ranks)
+    for reason, other in zip(others, plan.alternatives, strict=True):
+        assert reason.startswith(f"{other.change}: ")
+        assert reason.endswith(
+            f" and not {other.label}: {seconds_text(other.step_s)} a step, "
+            f"{100 * (other.step_s / mine_s - 1):+.1f} %, with "
+            f"{bytes_text(other.peak_bytes)} of a device in place of {bytes_text(held)}"
+        )
+    assert len(others) >= 4
+
+
+def test_a_reason_says_how_much_an_alternative_lacks() -> None:
+    asked: dict[str, Any] = {"rows": 64, "ranks": 2, "device": "v5e", "replicas": (1,)}
+    free = make_plan(mmt(1), schedules=("gpipe",), microbatches=(8,), **asked)
+    held = max(rank.bytes.total for rank in free.predicted.ranks)
+    plan = make_plan(
+        mmt(1),
+        schedules=("1f1b", "gpipe"),
+        microbatches=(8,),
+        remat=("none",),
+        memory_bytes=held - 1,
+        reserve=0.0,
+        **asked,
+    )
+    (other,) = [a for a in plan.alternatives if a.change == "schedule"]
+    assert not other.fits
+    lack = bytes_text(other.peak_bytes - plan.ranks[0].capacity_bytes)
+    assert f"gpipe: a device would need {lack} more than it has" in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -167,14 +246,55 @@ def test_if_nothing_fits_it_says_what_would_help() -> None:
         )
     lines = str(caught.value).split("\n")
     assert "on rank" in lines[0] and "state" in lines[0] and "saved" in lines[0]
-    helps = [line.split(":")[0].strip() for line in lines[1:]]
-    assert helps == [
+    assert lines[1].split() == ["rank", *PARTS, "total", "of"]
+    assert [line.split()[0] for line in lines[2:4]] == ["0", "1"]
+    effects = dict(line.strip().split(": ") for line in lines[5:])
+    assert [*effects] == [
         "allow remat full",
         "twice the ranks",
         "allow dp, fsdp and tp",
-        "16 rows a step",
+        "2 devices per rank, with dp, fsdp and tp",
+        "4 rows a step",
     ]
-    assert all("fits with" in s or "still needs" in s for s in lines[1:])
+    assert effects["twice the ranks"].startswith("fits with ")
+    assert effects["allow dp, fsdp and tp"].startswith("still needs ")
+
+
+def test_what_would_help_is_a_plan_that_can_be_made() -> None:
+    asked = {"rows": 32, "device": "v5e", "sharding": ("dp",)}
+    graph = gpt(24, 4096, 1024)
+    with pytest.raises(ValueError, match="expected a plan that fits") as caught:
+        make_plan(graph, ranks=2, remat=("none",), **asked)  # type: ignore[arg-type]
+    for label, changes in {
+        "allow remat full": {"remat": ("none", "full"), "ranks": 2},
+        "twice the ranks": {"remat": ("none",), "ranks": 4},
+    }.items():
+        effect = str(caught.value).split(f"{label}: ")[1].split("\n")[0]
+        if effect.startswith("fits"):
+            plan = make_plan(graph, **asked, **changes)  # type: ignore[arg-type]
+            held = max(rank.bytes.total for rank in plan.predicted.ranks)
+            time = seconds_text(plan.predicted.step_s)
+            assert effect == f"fits with {bytes_text(held)}, {time} a step"
+        else:
+            with pytest.raises(ValueError, match="at least") as again:
+                make_plan(graph, **asked, **changes)  # type: ignore[arg-type]
+            needed = str(again.value).split("at least ")[1].split(" on")[0]
+            assert effect == f"still needs {needed}"
+
+
+def test_a_plan_says_what_each_rank_holds_part_by_part() -> None:
+    plan = make_plan(gpt(4), rows=64, ranks=2, replicas=(1,), schedules=["zb1p"])
+    lines = str(plan).split("memory of a device\n")[1].split("\n\n")[0].split("\n")
+    assert lines[0].split() == ["rank", *PARTS, "total", "of"]
+    for number, (line, rank) in enumerate(
+        zip(lines[1:], plan.predicted.ranks, strict=True)
+    ):
+        parts = [getattr(rank.bytes, part) for part in PARTS]
+        sizes = [*parts, sum(parts), plan.ranks[number].capacity_bytes]
+        assert line.split("  ")[0].strip() == str(number)
+        assert [x.strip() for x in line.split("  ") if x.strip()][1:] == [
+            bytes_text(size) for size in sizes
+        ]
 
 
 def test_modules_and_inputs_of_stages_are_named() -> None:
@@ -196,7 +316,7 @@ def test_modules_and_inputs_of_stages_are_named() -> None:
     ]
     text = str(plan)
     assert "embed, layers.0..6" in text or "embed, layers.0..5" in text
-    for part in ("rows/s", "rank", "state", "why    split", "other"):
+    for part in ("rows/s", "rank", "optimizer", "why    split", "other"):
         assert part in text
 
 
@@ -209,6 +329,13 @@ def test_two_plans_are_compared() -> None:
     )
     assert "zb1p" in differences(plan, changed)
     assert "replicas" in differences(changed, other) or plan.batch.replicas == 2
+    device = make_plan(uneven_gpt(), rows=16, ranks=2, device="v5e", optimizer="sgd")
+    lines = dict(
+        line.split(maxsplit=1) for line in differences(plan, device).split("\n")
+    )
+    assert lines["rows"].split() == ["8", "16"]
+    assert lines["device"].split() == ["cpu", "v5e"]
+    assert lines["optimizer"].startswith("2 bytes a byte of parameters")
 
 
 @pytest.mark.parametrize(
@@ -224,8 +351,7 @@ def test_two_plans_are_compared() -> None:
         ({"ranks": 0}, "ranks: expected counts of at least 1, got 0"),
         ({"ranks": 23, "replicas": (1,)}, "at most 22 ranks .* got 23"),
         ({"ranks": 3, "devices": 4}, "make 4 devices, got ranks 3"),
-        ({"ranks": 2, "replicas": (1,), "microbatches": (3,)}, "divide the rows of a"),
-        ({"ranks": 3, "replicas": (3,)}, "8 rows that replicas 3"),
+        ({"ranks": 3, "replicas": (3,)}, "8 rows that replicas 3.*; take 9 rows"),
         ({"ranks": 2, "memory_bytes": 0}, "memory above 0 bytes, got 0"),
         ({"ranks": 2, "reserve": 1.5}, "reserve of at least 0 and below 1, got 1.5"),
     ],
@@ -233,6 +359,41 @@ def test_two_plans_are_compared() -> None:
 def test_bad_arguments_are_named(arguments: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make_plan(uneven_gpt(), rows=8, **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rows", "arguments", "text"),
+    [
+        (8, {"ranks": 2, "microbatches": (3,)}, "1, 2, 4, 8; or take 9 rows"),
+        (
+            170,
+            {"ranks": 5, "microbatches": (17,), "schedules": ("zb1p",)},
+            "that a schedule of zb1p takes, got 17. The nearest .* 1, 2, 5, 10;",
+        ),
+        (
+            16,
+            {"ranks": 4, "microbatches": (4,), "schedules": ("zbv",)},
+            "that a schedule of zbv takes, got 4. The nearest that work are 8, 16",
+        ),
+        (
+            10,
+            {"ranks": 2, "devices_per_rank": 4, "sharding": ("dp",)},
+            "expected 10 rows .* \\(up to 4\\) divide.* take 8 rows",
+        ),
+    ],
+)
+def test_the_nearest_numbers_that_work_are_told_and_do(
+    rows: int, arguments: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text) as caught:
+        make_plan(uneven_gpt(), rows=rows, replicas=(1,), **arguments)
+    told = re.search(r"are ([\d, ]+);", str(caught.value))
+    for count in told[1].split(", ") if told and "microbatches" in arguments else ():
+        again = arguments | {"microbatches": (int(count),), "memory_bytes": 2**40}
+        assert make_plan(uneven_gpt(), rows=rows, replicas=(1,), **again)
+    if near := re.search(r"take (\d+) rows", str(caught.value)):
+        again = arguments | {"memory_bytes": 2**40}
+        assert make_plan(uneven_gpt(), rows=int(near[1]), replicas=(1,), **again)
 
 
 def test_only_stages_with_gradients_of_inputs_pass_values_from_i_to_w() -> None:

@@ -11,7 +11,7 @@ from torch_xla_pp.cli.verify_command import verify_script
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.health import doctor
 from torch_xla_pp.schedule import Schedule, verify
-from torch_xla_pp.simulate import Costs, simulate
+from torch_xla_pp.simulate import Costs, expected_step_s, simulate
 from torch_xla_pp.timeline import Timeline, merge, summarize, to_chrome, to_picture
 
 _AFTER_PLAN = ("make", "show", "check", "-h", "--help")
@@ -75,7 +75,8 @@ def _check_schedule(parsed: Namespace) -> None:
 
 def _simulate(parsed: Namespace) -> None:
     schedule = schedule_of(parsed)
-    timeline = simulate(schedule, *inputs_of(parsed, schedule))
+    costs, network = inputs_of(parsed, schedule)
+    timeline = simulate(schedule, costs, network)
     if parsed.output:
         timeline.to_json(parsed.output)
     if parsed.trace:
@@ -83,6 +84,9 @@ def _simulate(parsed: Namespace) -> None:
     if parsed.picture:
         to_picture(timeline, parsed.picture)
     print(summarize(timeline))
+    if costs.samples:
+        expected_s = expected_step_s(schedule, costs, network)
+        print(f"{expected_s * 1e3:.2f} ms on average, as actions vary")
 
 
 def _show_timeline(parsed: Namespace) -> None:

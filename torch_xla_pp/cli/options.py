@@ -39,7 +39,9 @@ examples:
   python -m torch_xla_pp plan work.json --rows 512 --ranks 8 --devices-per-rank 4
   python -m torch_xla_pp plan work.json --rows 512 --devices 32 --device v5p
   python -m torch_xla_pp plan work.json --rows 64 --ranks 2 --memory 2GiB --remat full
+  python -m torch_xla_pp plan work.json --rows 16 --ranks 2 --fix stages=plan.json
   python -m torch_xla_pp plan show plan.json --against other.json
+  python -m torch_xla_pp plan show plan.json --top 5 --memory-png memory.png
 """
 
 
@@ -157,11 +159,11 @@ def _add_plan(commands: Any) -> None:
         commands, "make", "plan make", "plan a model; `make` may be left out", _PLAN
     )
     add_plan_options(make)
-    _add_step_files(make)
+    _add_plan_files(make)
     show = _command(commands, "show", "plan show", "print a plan, or what differs")
     show.add_argument("file", help="a plan as JSON")
     show.add_argument("--against", metavar="FILE", help="a plan to compare it with")
-    _add_step_files(show)
+    _add_plan_files(show)
     check = _command(
         commands, "check", "plan check", "say whether a plan fits a model and memory"
     )
@@ -169,11 +171,29 @@ def _add_plan(commands: Any) -> None:
     check.add_argument("--work", required=True, metavar="FILE", help="the model's work")
 
 
-def _add_step_files(command: ArgumentParser) -> None:
+def _add_plan_files(command: ArgumentParser) -> None:
     command.add_argument(
         "--trace", metavar="FILE", help="write the predicted step for Perfetto"
     )
     _add_picture(command, "draw the predicted step")
+    command.add_argument(
+        "--memory-png",
+        "--memory-svg",
+        dest="memory_picture",
+        metavar="FILE",
+        help="draw what each rank holds, and what it has (matplotlib)",
+    )
+    command.add_argument(
+        "--scatter",
+        metavar="FILE",
+        help="draw the time of all candidates over their memory (matplotlib)",
+    )
+    command.add_argument(
+        "--dot", metavar="FILE", help="write the stages as a graph for Graphviz"
+    )
+    command.add_argument(
+        "--top", type=_count, metavar="N", help="print the N best candidates, too"
+    )
 
 
 def _add_trace(groups: Any) -> None:

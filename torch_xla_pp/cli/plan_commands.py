@@ -8,7 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torch_xla_pp.cli.plan_options import plan_of_options
-from torch_xla_pp.planner import PipelinePlan, check, differences
+from torch_xla_pp.planner import (
+    PipelinePlan,
+    candidates_text,
+    check,
+    differences,
+    draw_candidates,
+    draw_memory,
+    to_dot,
+)
 from torch_xla_pp.simulate import simulate
 from torch_xla_pp.timeline import to_chrome, to_picture
 from torch_xla_pp.work import WorkGraph
@@ -19,7 +27,7 @@ def _make_plan(parsed: Namespace) -> None:
     if parsed.output:
         plan.to_json(parsed.output)
     _draw_plan(plan, parsed)
-    print(plan)
+    _print_plan(plan, parsed)
 
 
 def _show_plan(parsed: Namespace) -> None:
@@ -28,7 +36,13 @@ def _show_plan(parsed: Namespace) -> None:
     if parsed.against:
         print(differences(plan, PipelinePlan.from_json(Path(parsed.against))))
     else:
-        print(plan)
+        _print_plan(plan, parsed)
+
+
+def _print_plan(plan: PipelinePlan, parsed: Namespace) -> None:
+    print(plan)
+    if parsed.top:
+        print(f"\n{candidates_text(plan, parsed.top)}")
 
 
 def _draw_plan(plan: PipelinePlan, parsed: Namespace) -> None:
@@ -38,6 +52,12 @@ def _draw_plan(plan: PipelinePlan, parsed: Namespace) -> None:
             to_chrome(timeline, parsed.trace)
         if parsed.picture:
             to_picture(timeline, parsed.picture)
+    if parsed.memory_picture:
+        draw_memory(plan, parsed.memory_picture)
+    if parsed.scatter:
+        draw_candidates(plan, parsed.scatter)
+    if parsed.dot:
+        to_dot(plan, parsed.dot)
 
 
 def _check_plan(parsed: Namespace) -> None:

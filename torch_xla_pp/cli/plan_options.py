@@ -13,9 +13,11 @@ from torch_xla_pp.planner import (
     SCHEDULES,
     DeviceSpec,
     PipelinePlan,
+    RankLinks,
     link_between_ranks,
     make_plan,
 )
+from torch_xla_pp.simulate import Network
 from torch_xla_pp.work import WorkGraph
 
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -28,24 +30,33 @@ def add_plan_options(command: ArgumentParser) -> None:
     add(
         "work",
         metavar="WORK",
-        help="the model's work as JSON, or script.py:function, which returns a model "
-        "and the positional arguments of a microbatch",
+        help="the model's work as JSON, or script.py:function, which returns a model, "
+        "the positional arguments of a microbatch and, if there is one, a loss "
+        "function and its target",
     )
     add("--save-work", metavar="FILE", help="write the model's work as JSON")
     add("--rows", type=int, required=True, help="rows of a step, of all replicas")
     add("--ranks", type=int, metavar="N", help="ranks, of all replicas")
-    add("--devices-per-rank", type=int, metavar="N", help="devices of each rank")
+    add(
+        "--devices-per-rank",
+        type=_counts,
+        metavar="N,...",
+        help="devices of each rank, one number for all or one for each",
+    )
     add("--devices", type=int, metavar="N", help="devices in all; ranks are found")
     add(
         "--device",
-        default="cpu",
-        metavar="NAME|FILE",
-        help=f"{', '.join(DEVICES)}, or a file with figures (default cpu)",
+        type=_names,
+        default=("cpu",),
+        metavar="NAME|FILE,...",
+        help=f"{', '.join(DEVICES)}, or a file with figures (default cpu); one for all "
+        "ranks or one for each",
     )
     add("--memory", type=_size, metavar="SIZE", help="of a device, such as 80GiB")
     add("--reserve", type=float, default=8.0, metavar="PERCENT", help="left free of it")
     add("--latency", type=float, metavar="US", help="of links between ranks")
     add("--bandwidth", type=float, metavar="GBPS", help="of links between ranks, GB/s")
+    add("--links", metavar="FILE", help="links between ranks, as RankLinks.to_json")
     add(
         "--optimizer",
         default="adamw",
@@ -67,6 +78,13 @@ def add_plan_options(command: ArgumentParser) -> None:
     )
     add("--remat", type=_names, default=("none", "full"), metavar="NAME,...")
     add("--planner", choices=PLANNERS, default="full", help="search (default full)")
+    add(
+        "--fix",
+        type=_fixed,
+        metavar="stages=FILE",
+        help="keep the stages of a plan, or those in a list of lists of names of "
+        "operations, works or modules, and plan the rest",
+    )
     add("--compare", action="store_true", help="run the other planners, too")
     add(
         "--own-inputs",
@@ -85,20 +103,17 @@ def plan_of_options(options: Namespace) -> PipelinePlan:
     work = _work_of(options.work)
     if options.save_work:
         work.to_json(options.save_work)
-    device = DeviceSpec.named(options.device)
-    latency_s = None if options.latency is None else options.latency * 1e-6
+    devices = [DeviceSpec.named(name) for name in options.device]
     return make_plan(
         work,
         rows=options.rows,
         ranks=options.ranks,
         devices_per_rank=options.devices_per_rank,
         devices=options.devices,
-        device=device,
+        device=devices,
         memory_bytes=options.memory,
         reserve=options.reserve / 100,
-        network=link_between_ranks(
-            device, latency_s=latency_s, gb_per_s=options.bandwidth
-        ),
+        network=_network_of(options, devices[0]),
         optimizer=options.optimizer,
         replicas=options.replicas,
         microbatches=options.microbatches,
@@ -107,10 +122,25 @@ def plan_of_options(options: Namespace) -> PipelinePlan:
         sharding=options.sharding,
         meshes=options.mesh,
         remat=options.remat,
+        stages=options.fix,
         planner=options.planner,
         has_own_inputs=options.own_inputs,
         compare=options.compare,
     )
+
+
+def _network_of(options: Namespace, device: DeviceSpec) -> Network:
+    """Return the links of a file, or equal ones as options or the device have them."""
+    latency_s, gb_per_s = options.latency, options.bandwidth
+    if options.links is None:
+        scaled_s = None if latency_s is None else latency_s * 1e-6
+        return link_between_ranks(device, latency_s=scaled_s, gb_per_s=gb_per_s)
+    if latency_s is not None or gb_per_s is not None:
+        raise ValueError(
+            "plan: expected --links, or --latency and --bandwidth, got both. Leave one "
+            "out."
+        )
+    return RankLinks.from_json(Path(options.links)).network()
 
 
 def _work_of(target: str) -> WorkGraph:
@@ -124,15 +154,21 @@ def _work_of(target: str) -> WorkGraph:
         return WorkGraph.from_json(Path(target))
     known = runpy.run_path(script)
     made = known[name]() if callable(known.get(name)) else None
-    if not isinstance(made, tuple) or len(made) < 2 or not isinstance(made[1], tuple):
+    if (
+        not isinstance(made, tuple)
+        or len(made) not in (2, 4)
+        or not isinstance(made[1], tuple)
+    ):
         raise ValueError(
-            f"{target}: expected a function that returns a model and the tuple of a "
-            f"microbatch's arguments, got {type(made).__name__}. Write e.g. "
-            "def plan(): return Model(), (torch.zeros(8, 128),)."
+            f"{target}: expected a function that returns a model, the tuple of a "
+            "microbatch's arguments, and a loss function with its target or neither, "
+            f"got {type(made).__name__}. Write e.g. def plan(): return Model(), "
+            "(torch.zeros(8, 128),), mse_loss, torch.zeros(8, 2)."
         )
     from torch_xla_pp.tracing import trace_work  # With torch, which files do without.
 
-    return trace_work(made[0], made[1])
+    loss_fn, loss_target = (*made[2:], None, None)[:2]
+    return trace_work(made[0], made[1], loss_fn=loss_fn, target=loss_target)
 
 
 def _size(text: str) -> int:
@@ -152,6 +188,13 @@ def _counts(text: str) -> tuple[int, ...] | None:
             f"expected counts such as 8 or 8,16, or auto, got {text!r}"
         )
     return tuple(int(part) for part in text.split(","))
+
+
+def _fixed(text: str) -> str:
+    what, _, path = text.partition("=")
+    if what != "stages" or not path:
+        raise argparse.ArgumentTypeError(f"expected stages=FILE, got {text!r}")
+    return path
 
 
 def _names(text: str) -> tuple[str, ...]:

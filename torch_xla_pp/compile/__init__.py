@@ -10,6 +10,7 @@ from torch_xla_pp.compile.explanation import (
 )
 from torch_xla_pp.compile.export import export_joint
 from torch_xla_pp.compile.joint_graph import JointGraph
+from torch_xla_pp.compile.loss_cost import cost_of_loss, returned_by, unknown_ops
 from torch_xla_pp.compile.loss_program import LossProgram, of_rows, split_loss
 from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.model_work import work_of
@@ -88,6 +89,7 @@ __all__ = [
     "bytes_of",
     "check_remat",
     "copied",
+    "cost_of_loss",
     "costs_of",
     "device_bytes",
     "example_of",
@@ -103,6 +105,7 @@ __all__ = [
     "output_name",
     "parameter_role",
     "partition_joint",
+    "returned_by",
     "route_in",
     "route_out",
     "of_rows",
@@ -112,5 +115,6 @@ __all__ = [
     "shared_total",
     "tangent",
     "tangent_name",
+    "unknown_ops",
     "work_of",
 ]

@@ -90,6 +90,17 @@ def costs_of_atom(
     return _Sizes(joint, rows).costs()
 
 
+def cost_of_function(joint: JointGraph, function: Function, rows: int) -> Cost:
+    """Return what a function of a joint graph computes and moves.
+
+    Args:
+        joint: The graph.
+        function: The function.
+        rows: As for `costs_of_atom`.
+    """
+    return _Sizes(joint, rows).cost(function)
+
+
 def _module_of(
     traced: fx.GraphModule,
     atom: Atom,
@@ -159,8 +170,8 @@ class _Sizes:
         passed = self._passed(cut, read)
         return AtomCosts(
             forward_moved=self._moved(cut.forward),
-            backward_input=self._cost(cut.backward_input),
-            backward_weight=self._cost(cut.backward_weight),
+            backward_input=self.cost(cut.backward_input),
+            backward_weight=self.cost(cut.backward_weight),
             saved={policy: self._kept(self._saved(x)) for policy, x in cuts.items()},
             passed_bytes_per_row=sum(map(self._bytes, passed)) / max(self._rows, 1),
             kept_inputs=frozenset(
@@ -206,7 +217,7 @@ class _Sizes:
             if node not in saved and (is_tangent(name) or node not in self._joint.roles)
         ]
 
-    def _cost(self, function: Function | None) -> Cost:
+    def cost(self, function: Function | None) -> Cost:
         """Return what a function computes and moves."""
         if function is None:
             return Cost()

@@ -24,6 +24,7 @@ from torch_xla_pp.compile.checkpoint_regions import REGION
 from torch_xla_pp.graph import (
     Atom,
     atoms_of,
+    digest_ops,
     erase_marks,
     flops_by_op,
     normalize,
@@ -112,6 +113,7 @@ class _Described:
             values=tuple(values),
             rows=self._rows,
             outputs=tuple(node.name for node in self._returned),
+            op_digests=digest_ops(self._traced.graph, sorted(self._home)),
             source=source,
         )
 

@@ -12,6 +12,7 @@ On other kinds of devices none of it is done, and no variable or flag is set for
 from torch_xla_pp.cpu.client import (
     copying_large_values,
     give_back_garbage,
+    most_freed_late,
     prepare_client,
     starting,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "copying_large_values",
     "give_back_garbage",
     "library_product",
+    "most_freed_late",
     "prepare_client",
     "starting",
 ]

@@ -3,6 +3,7 @@
 from torch_xla_pp.graph.assign import GivenStages
 from torch_xla_pp.graph.atoms import Atom, atoms_of
 from torch_xla_pp.graph.baked import Baked, BakedModel
+from torch_xla_pp.graph.call_spec import CallSpec
 from torch_xla_pp.graph.captured import Captured
 from torch_xla_pp.graph.finish_split import describe_stages, finish_split
 from torch_xla_pp.graph.flops import flops_by_op
@@ -19,6 +20,7 @@ from torch_xla_pp.graph.modes import (
     reads_training,
     refuse_modes,
 )
+from torch_xla_pp.graph.op_digests import digest_ops
 from torch_xla_pp.graph.patches import replaced
 from torch_xla_pp.graph.prepare import Prepared, erase_marks, normalize, prepare
 from torch_xla_pp.graph.shard import (
@@ -52,6 +54,7 @@ __all__ = [
     "Atom",
     "Baked",
     "BakedModel",
+    "CallSpec",
     "Captured",
     "GivenStages",
     "OtherMode",
@@ -74,6 +77,7 @@ __all__ = [
     "begin_modes",
     "check_split_spec",
     "describe_stages",
+    "digest_ops",
     "finish_split",
     "follow_mode",
     "for_each_mode",

@@ -8,14 +8,15 @@ Laws: an op's operands are in its own stage or in earlier ones; without yields t
 program order is kept.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import fx
 
 from torch_xla_pp.errors import PlanError
 from torch_xla_pp.graph.marks import YIELD
 from torch_xla_pp.graph.mutation import Written, is_getitem
+from torch_xla_pp.graph.op_digests import describe_op, digest_ops
 
 _DATA = ("placeholder", "get_attr", "output")
 
@@ -40,10 +41,13 @@ class GivenStages:
     Args:
         names: The stages' names.
         stages: Name of an op → index of its stage.
+        digests: Name of an op → what `digest_ops` says of it in the model that they
+            were chosen for; others are not compared.
     """
 
     names: tuple[str, ...]
     stages: Mapping[str, int]
+    digests: Mapping[str, str] = field(default_factory=dict)
 
 
 def take_stages(graph: fx.Graph, split_mark: object, given: GivenStages) -> Assignment:
@@ -58,24 +62,36 @@ def take_stages(graph: fx.Graph, split_mark: object, given: GivenStages) -> Assi
         PlanError: The graph has other ops than those that stages were chosen for.
     """
     ops = [node for node in graph.nodes if is_op(node, split_mark)]
-    _check_known(ops, given)
+    _check_known(graph, ops, given)
     return Assignment(names=given.names, stages={x: given.stages[x.name] for x in ops})
 
 
-def _check_known(ops: Sequence[fx.Node], given: GivenStages) -> None:
+def _check_known(graph: fx.Graph, ops: Sequence[fx.Node], given: GivenStages) -> None:
     """Refuse the stages of another model."""
     names = {op.name for op in ops}
-    strange = [source_of(op) for op in ops if op.name not in given.stages]
     missing = [name for name in given.stages if name not in names]
-    if strange or missing:
-        found = [f"{strange[0]}, which the plan has not"] if strange else []
-        found += [f"no {missing[0]}, which the plan has"] if missing else []
+    found = [*_strange(graph, ops, given)][:1]
+    found += [f"no {name}, which the plan has" for name in missing[:1]]
+    if found:
         raise PlanError(
             f"pipeline: expected the {len(given.stages)} operations that were planned, "
             f"got {len(ops)}; the first that differ: {'; '.join(found)}. Pass the "
             "model that was planned, in the same mode and with the same activations, "
             "or plan this one."
         )
+
+
+def _strange(
+    graph: fx.Graph, ops: Sequence[fx.Node], given: GivenStages
+) -> Iterator[str]:
+    """Tell of operations that are not those for which stages were given, in order."""
+    nodes = {node.name: node for node in graph.nodes}
+    for name, digest in digest_ops(graph, ops).items():
+        node = nodes[name]
+        if given.digests.get(name, digest) != digest:
+            yield f"{source_of(node)}, here {describe_op(node)}, planned is another"
+        elif node.op != "output" and name not in given.stages:
+            yield f"{source_of(node)}, which the plan has not"
 
 
 def assign_stages(

@@ -75,6 +75,7 @@ def prepare(
     if given is None:
         assignment = assign_stages(graph, split_mark, written)
     else:
+        erase_marks(graph, split_mark)
         assignment = take_stages(graph, split_mark, given)
     _check_written(written, assignment.stages)
     stages = dict(assignment.stages)

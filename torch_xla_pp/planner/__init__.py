@@ -8,10 +8,17 @@ from torch_xla_pp.planner.devices import (
     link_between_ranks,
 )
 from torch_xla_pp.planner.evaluation import RankBytes
+from torch_xla_pp.planner.measured_costs import (
+    MeasuredCosts,
+    RowSeconds,
+    WorkSeconds,
+)
 from torch_xla_pp.planner.orders import SCHEDULES
+from torch_xla_pp.planner.pictures import draw_candidates, draw_memory, to_dot
 from torch_xla_pp.planner.plan import PipelinePlan
 from torch_xla_pp.planner.plan_values import (
     Alternative,
+    Candidate,
     CostSource,
     PlannedBatch,
     PlannedLink,
@@ -25,17 +32,20 @@ from torch_xla_pp.planner.plan_values import (
     SearchCounts,
 )
 from torch_xla_pp.planner.planning import make_plan
-from torch_xla_pp.planner.report import differences
+from torch_xla_pp.planner.rank_links import RankLinks
+from torch_xla_pp.planner.report import candidates_text, differences
 from torch_xla_pp.planner.settings import PLANNERS
 from torch_xla_pp.planner.strategies import PRESETS
 
 __all__ = [
     "Alternative",
+    "Candidate",
     "Cluster",
     "CostSource",
     "DEVICES",
     "DeviceSpec",
     "PLANNERS",
+    "MeasuredCosts",
     "PRESETS",
     "PipelinePlan",
     "PlannedBatch",
@@ -48,10 +58,17 @@ __all__ = [
     "PredictedStage",
     "Prediction",
     "RankBytes",
+    "RankLinks",
+    "RowSeconds",
     "SCHEDULES",
     "SearchCounts",
+    "WorkSeconds",
+    "candidates_text",
     "check",
     "differences",
+    "draw_candidates",
+    "draw_memory",
     "link_between_ranks",
     "make_plan",
+    "to_dot",
 ]

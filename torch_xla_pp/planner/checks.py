@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from torch_xla_pp.errors import ScheduleError
 from torch_xla_pp.planner.plan import PipelinePlan
+from torch_xla_pp.planner.plan_faults import plan_faults
 from torch_xla_pp.schedule import carriers_of, verify
 from torch_xla_pp.work import WorkGraph, WorkParameter
 
@@ -39,7 +40,7 @@ def faults_in(plan: PipelinePlan, graph: WorkGraph) -> list[str]:
     """Return what is wrong with a plan; later laws only if the stages are sound."""
     if found := [*_model_faults(plan, graph)]:
         return found
-    if found := [*_count_faults(plan), *_op_faults(plan, graph)]:
+    if found := [*plan_faults(plan), *_op_faults(plan, graph)]:
         return found
     if found := [*_edge_faults(plan, graph)]:
         return found
@@ -58,61 +59,11 @@ def _model_faults(plan: PipelinePlan, graph: WorkGraph) -> Iterator[str]:
         )
 
 
-def _count_faults(plan: PipelinePlan) -> Iterator[str]:
-    batch, num_ranks = plan.batch, len(plan.ranks)
-    product = batch.replicas * batch.microbatches * batch.rows_per_microbatch
-    if product != batch.rows:
-        yield (
-            f"rows: expected {batch.rows} to be {batch.replicas} replicas x "
-            f"{batch.microbatches} microbatches x {batch.rows_per_microbatch} rows, "
-            f"got {product}. Correct one."
-        )
-    placed = {stage.rank for stage in plan.stages}
-    if placed != set(range(num_ranks)):
-        yield (
-            f"ranks: expected a stage on each of ranks 0..{num_ranks - 1}, got stages "
-            f"on {', '.join(map(str, sorted(placed)))}. Place every stage on a rank "
-            "that there is, and a stage on every rank."
-        )
-    for what, expected, got in (
-        ("ranks", num_ranks, len(plan.predicted.ranks)),
-        ("stages", len(plan.stages), len(plan.predicted.stages)),
-    ):
-        if expected != got:
-            yield (
-                f"{what}: expected a prediction for each of {expected}, got {got}. "
-                "Plan again."
-            )
-    for number, rank in enumerate(plan.ranks):
-        size = 1
-        for axis_size in rank.mesh.values():
-            size *= axis_size
-        if size != rank.devices:
-            yield (
-                f"rank {number}: expected a mesh of its {rank.devices} devices, got "
-                f"{dict(rank.mesh)}. Correct the mesh."
-            )
-        split = rank.mesh.get(rank.batch_axis or "", 1)
-        if batch.rows_per_microbatch % split:
-            yield (
-                f"rank {number}: expected rows of a microbatch that {split} devices "
-                f"divide, got {batch.rows_per_microbatch}. Change microbatches."
-            )
-    for number, stage in enumerate(plan.stages):
-        if stage.remat not in ("none", "full"):
-            yield (
-                f"stage {number}: expected remat none or full, got {stage.remat!r}. "
-                "Correct it."
-            )
-
-
 def _op_faults(plan: PipelinePlan, graph: WorkGraph) -> Iterator[str]:
-    """Find operations in no or several stages, and works that are cut apart."""
+    """Find operations in no stage, unknown ones, and works that are cut apart."""
     known = {op for work in graph.works for op in work.ops}
     counts = Counter(op for stage in plan.stages for op in stage.ops)
-    for op, count in counts.items():
-        if count > 1:
-            yield f"operation {op}: expected in one stage, got it in {count}. Keep one."
+    for op in counts:
         if op not in known:
             yield f"operation {op}: expected one of the model, got another. Remove it."
     for work in graph.works:

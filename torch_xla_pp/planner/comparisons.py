@@ -46,6 +46,15 @@ def other_plans(
             yield change, best_of(search(again, evaluator)), again
 
 
+def with_other_stages(
+    request: Request, evaluator: Evaluator, best: Evaluation
+) -> tuple[str, Evaluation, Request] | None:
+    """Return the best plan with all else as planned, were its stages not given."""
+    asked = replace(pinned(request, best), stages=None)
+    found = search(asked, evaluator)
+    return ("stages", best_of(found), asked) if found.best else None
+
+
 def alternative_of(change: str, other: Evaluation, request: Request) -> Alternative:
     """Describe a plan in which one choice differs, and the request that gives it."""
     return Alternative(
@@ -98,6 +107,7 @@ def _label(change: str, other: Evaluation) -> str:
         "sharding": " + ".join(strategy.presets) + f" ({strategy})",
         "replicas": f"{setting.replicas} of {setting.num_ranks} ranks, "
         f"{setting.num_microbatches} microbatches",
+        "stages": "the planner's",
         "remat": "full everywhere" if "none" not in other.cut.remat else "none",
     }[change]
 
@@ -131,7 +141,7 @@ def reasons_of(
     setting = best.cut.setting
     balanced = balanced_seconds(evaluator, setting)
     yield (
-        f"split: {setting.num_stages} stages take {seconds_text(best.step_s)}; "
+        f"split: {best.cut.num_stages} stages take {seconds_text(best.step_s)}; "
         f"perfectly balanced ones are estimated at {seconds_text(balanced)}"
     )
     own = {
@@ -139,13 +149,18 @@ def reasons_of(
         "microbatches": f"{setting.num_microbatches} of {setting.rows} rows",
         "sharding": " + ".join(setting.strategy.presets) + f" ({setting.strategy})",
         "replicas": f"{setting.replicas} of {setting.num_ranks} ranks",
+        "stages": "the given ones",
         "remat": "full in "
-        f"{best.cut.remat.count('full')} of {setting.num_stages} stages",
+        f"{best.cut.remat.count('full')} of {best.cut.num_stages} stages",
     }
     for other in alternatives:
         change = other.step_s / best.step_s - 1 if best.step_s else 0.0
         if other.fits:
-            why = f"{seconds_text(other.step_s)} a step, {100 * change:+.1f} %"
+            why = (
+                f"{seconds_text(other.step_s)} a step, {100 * change:+.1f} %, with "
+                f"{bytes_text(other.peak_bytes)} of a device in place of "
+                f"{bytes_text(best.peak_bytes)}"
+            )
         else:
             over = other.peak_bytes - best.capacity_bytes
             why = f"a device would need {bytes_text(over)} more than it has"

@@ -25,6 +25,7 @@ class DeviceSpec:
     Args:
         name: Its name.
         flops_per_s: Peak of products of matrices.
+        dtype: What these products are of, such as "bfloat16"; "" if of anything.
         efficiency: Share of that which models reach.
         bytes_per_s: Bandwidth of its memory.
         memory_bytes: Size of its memory.
@@ -46,6 +47,7 @@ class DeviceSpec:
     action_s: float
     link_bytes_per_s: float
     link_latency_s: float
+    dtype: str = ""
     is_verified: bool = False
     source: str = ""
 
@@ -182,6 +184,7 @@ DEVICES = _known(
             action_s=1e-3,
             link_bytes_per_s=2e9,
             link_latency_s=1e-4,
+            dtype="float32",
             is_verified=True,
             source="docs/performance/step.md: float32 products of one core; the other "
             "figures are guesses, and memory is what you allow of the host's",
@@ -195,6 +198,7 @@ DEVICES = _known(
             action_s=5e-5,
             link_bytes_per_s=200e9,
             link_latency_s=1e-6,
+            dtype="bfloat16",
             source="https://docs.cloud.google.com/tpu/docs/v5e (bf16); efficiency, "
             "action_s and latency are guesses",
         ),
@@ -207,6 +211,7 @@ DEVICES = _known(
             action_s=5e-5,
             link_bytes_per_s=600e9,
             link_latency_s=1e-6,
+            dtype="bfloat16",
             source="https://docs.cloud.google.com/tpu/docs/v5p-training (bf16); "
             "efficiency, action_s and latency are guesses",
         ),
@@ -219,6 +224,7 @@ DEVICES = _known(
             action_s=5e-5,
             link_bytes_per_s=400e9,
             link_latency_s=1e-6,
+            dtype="bfloat16",
             source="https://docs.cloud.google.com/tpu/docs/v6e (bf16); efficiency, "
             "action_s and latency are guesses",
         ),

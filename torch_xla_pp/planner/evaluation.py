@@ -10,9 +10,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torch_xla_pp.planner.devices import Cluster
-from torch_xla_pp.planner.orders import SPLIT, PlannedOrder, planned_order
+from torch_xla_pp.planner.orders import (
+    LIST_RULES,
+    LISTED,
+    SPLIT,
+    OrderRule,
+    PlannedOrder,
+    listed_order,
+    planned_order,
+    usual_placement,
+)
 from torch_xla_pp.planner.strategies import Strategy
 from torch_xla_pp.planner.work_costs import Array, WorkCosts, WorkTable
 from torch_xla_pp.simulate import Costs, Flow, chain_flows, stage_seconds, step_seconds
@@ -54,11 +64,28 @@ class Cut:
         setting: All else.
         stages: Stage of each work.
         remat: "none" or "full" for each stage.
+        placement: Rank of each stage if the schedule is "list"; () for the usual one.
     """
 
     setting: Setting
     stages: tuple[int, ...]
     remat: tuple[str, ...]
+    placement: tuple[int, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages; a listed order may have any number on a rank."""
+        return len(self.remat)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Rank of each stage."""
+        if self.placement:
+            return self.placement
+        setting = self.setting
+        return usual_placement(
+            setting.schedule, setting.num_ranks, setting.stages_per_rank
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +133,7 @@ class Evaluation:
         ranks: What each rank holds.
         order: The order of actions.
         capacity_bytes: What a device has for it.
+        rule: How the order was made, if it is listed.
     """
 
     cut: Cut
@@ -114,6 +142,7 @@ class Evaluation:
     ranks: tuple[RankBytes, ...]
     order: PlannedOrder
     capacity_bytes: int
+    rule: OrderRule | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -169,11 +198,28 @@ class Evaluator:
         """Return a table that searches with this evaluator share."""
         return self._tables.setdefault(name, {})
 
-    def evaluate(self, cut: Cut) -> Evaluation:
-        """Return what a cut costs."""
+    def evaluate(
+        self, cut: Cut, rules: tuple[OrderRule, ...] = LIST_RULES
+    ) -> Evaluation:
+        """Return what a cut costs, which is kept.
+
+        Args:
+            cut: The cut.
+            rules: How to make its order if that is listed; the best one is taken.
+        """
+        key = cut, rules if cut.setting.schedule == LISTED else ()
+        known = self.tables("evaluations")
+        if key not in known:
+            known[key] = self._evaluate(cut, rules)
+        found: Evaluation = known[key]
+        return found
+
+    def _evaluate(self, cut: Cut, rules: Sequence[OrderRule]) -> Evaluation:
         setting = cut.setting
         works = self.works(setting.strategy, setting.rows)
         held = _Held.of(self, cut, works)
+        if setting.schedule == LISTED:
+            return self._listed(cut, held, rules)
         costs = self.costs(cut, held)
         edges = costs.edges if setting.schedule == "dag" else ()
         order = planned_order(
@@ -183,6 +229,33 @@ class Evaluator:
             setting.stages_per_rank,
             edges,
         )
+        return self._evaluated(cut, held, costs, order)
+
+    def _listed(
+        self, cut: Cut, held: "_Held", rules: Sequence[OrderRule]
+    ) -> Evaluation:
+        """Return the best of several orders."""
+        count, network = cut.setting.num_microbatches, self.cluster.network
+        found = []
+        costs = {
+            is_split: self.costs(cut, held, is_split)
+            for is_split in {rule.is_split for rule in rules}
+        }
+        for rule in rules:
+            own = costs[rule.is_split]
+            order = listed_order(rule, cut.ranks, count, own, network)
+            if order is not None:
+                found.append(self._evaluated(cut, held, own, order, rule))
+        return min(found, key=lambda evaluation: evaluation.sort_key)
+
+    def _evaluated(
+        self,
+        cut: Cut,
+        held: "_Held",
+        costs: Costs,
+        order: PlannedOrder,
+        rule: OrderRule | None = None,
+    ) -> Evaluation:
         return Evaluation(
             cut=cut,
             step_s=step_seconds(order, costs, self.cluster.network),
@@ -190,21 +263,31 @@ class Evaluator:
             ranks=tuple(_rank_bytes(held, order)),
             order=order,
             capacity_bytes=self.cluster.capacity_bytes,
+            rule=rule,
         )
 
-    def costs(self, cut: Cut, held: "_Held | None" = None) -> Costs:
-        """Return what the stages of a cut take, send and keep."""
+    def costs(
+        self, cut: Cut, held: "_Held | None" = None, is_split: bool | None = None
+    ) -> Costs:
+        """Return what the stages of a cut take, send and keep.
+
+        Args:
+            cut: The cut.
+            held: What its stages hold, if that is known.
+            is_split: Whether W is a program of its own; None for as its schedule is.
+        """
         setting = cut.setting
         works = self.works(setting.strategy, setting.rows)
         held = held or _Held.of(self, cut, works)
         forward, inputs, weights = stage_times(works, cut)
-        if setting.schedule in SPLIT:
+        if setting.schedule in SPLIT if is_split is None else is_split:
+            inputs = inputs + _sums(cut, works.split_s)
             weights = weights + self.cluster.device.action_s
         times = zip(forward, inputs, weights, strict=True)
-        stages = range(setting.num_stages)
+        stages = range(cut.num_stages)
         flows = flows_of(self.table, works, cut.stages, self.has_own_inputs)
         if self.has_chain:
-            flows += chain_flows(setting.num_stages)
+            flows += chain_flows(cut.num_stages)
         return Costs(
             seconds=stage_seconds((float(f), float(i), float(w)) for f, i, w in times),
             flows=flows,
@@ -215,8 +298,7 @@ class Evaluator:
 
     def final_s(self, cut: Cut, works: WorkCosts) -> list[float]:
         """Return what each stage takes at the end: sums of gradients, optimizer."""
-        at_end = works.gradient_sum_s(cut.setting.replicas) + works.optimizer_s
-        found = _sums(cut, at_end)
+        found = _sums(cut, works.final_s(cut.setting.replicas))
         link = self.cluster.network.default
         for uses in self.table.ties.values():
             sharing = {cut.stages[place] for place, _ in uses}
@@ -228,10 +310,14 @@ class Evaluator:
 
 def stage_times(works: WorkCosts, cut: Cut) -> tuple[Array, Array, Array]:
     """Return what F, I and W of each stage take, B being I and W in one program."""
-    forward, inputs, weights = (_sums(cut, seconds) for seconds in works.seconds)
-    again = np.array([remat == "full" for remat in cut.remat])
+    stages = np.array(cut.stages)
+    count = cut.num_stages
+    forward, inputs, weights = (_binned(stages, s, count) for s in works.seconds)
     action_s = works.cluster.device.action_s
-    return forward + action_s, inputs + again * forward + action_s, weights
+    inputs += action_s
+    if "full" in cut.remat:
+        inputs += forward * [remat == "full" for remat in cut.remat]
+    return forward + action_s, inputs, weights
 
 
 def flows_of(
@@ -239,13 +325,14 @@ def flows_of(
 ) -> tuple[Flow, ...]:
     """Return what stages send each other; values of one way go together."""
     sizes: Counter[tuple[int, tuple[int, ...], bool]] = Counter()
-    for number, (producer, users) in enumerate(
-        zip(table.producers, table.users, strict=True)
-    ):
+    homes, entered = _homes_and_users(table, stages)
+    crossing = np.unique(table.uses[entered != homes[table.uses[:, 0]], 0])
+    for number in crossing.tolist():
+        producer = table.producers[number]
         if producer < 0 and has_own_inputs:
             continue
         home = 0 if producer < 0 else stages[producer]
-        consumers = {stages[user] for user in users} - {home}
+        consumers = {stages[user] for user in table.users[number]} - {home}
         if consumers:
             value = table.graph.values[number]
             has_gradient = value.has_gradient and producer >= 0
@@ -260,6 +347,14 @@ def flows_of(
         )
         for (producer, consumers, has_gradient), num_bytes in sorted(sizes.items())
     )
+
+
+def _homes_and_users(
+    table: WorkTable, stages: Sequence[int]
+) -> tuple[NDArray[np.int_], NDArray[np.int_]]:
+    """Return the stage of each value, -1 for inputs, and of the work of each use."""
+    stage_of = np.array([*stages, -1])
+    return stage_of[np.array(table.producers)], stage_of[table.uses[:, 1]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -278,17 +373,11 @@ class _Held:
     def of(cls, evaluator: Evaluator, cut: Cut, works: WorkCosts) -> "_Held":
         parameters = _sums(cut, works.parameter_bytes)
         _count_ties_once(works, cut.stages, parameters)
-        saved, outputs, touched = _value_bytes(works, cut)
+        saved, outputs = _value_bytes(works, cut)
         is_full = np.array([remat == "full" for remat in cut.remat])
         own = {remat: _sums(cut, held) for remat, held in works.saved.items()}
-        gathered = np.zeros(cut.setting.num_stages)
-        np.maximum.at(gathered, np.array(cut.stages), works.saved["none"] + touched)
-        if works.strategy.has_fsdp:
-            np.maximum.at(
-                gathered,
-                np.array(cut.stages),
-                works.saved["none"] + touched + works.gathered_bytes,
-            )
+        largest = np.zeros(cut.num_stages)
+        np.maximum.at(largest, np.array(cut.stages), works.running_bytes)
         return cls(
             parameters=parameters,
             gradients=parameters,
@@ -296,27 +385,27 @@ class _Held:
             saved=saved + np.where(is_full, own["full"], own["none"]),
             passed=_sums(cut, works.passed) * _have_input_grads(works.table, cut),
             outputs=outputs,
-            temporary=gathered,
+            temporary=largest,
         )
 
 
 def _have_input_grads(table: WorkTable, cut: Cut) -> Array:
     """Return 1 for stages with an I, 0 where W is the whole backward."""
-    found = np.zeros(cut.setting.num_stages)
-    for number, value in enumerate(table.graph.values):
-        if value.has_gradient:
-            producer = table.producers[number]
-            home = cut.stages[producer] if producer >= 0 else -1
-            for stage in {cut.stages[user] for user in table.users[number]} - {home}:
-                found[stage] = 1.0
+    homes, entered = _homes_and_users(table, cut.stages)
+    values = table.uses[:, 0]
+    found = np.zeros(cut.num_stages)
+    found[entered[table.have_gradients[values] & (entered != homes[values])]] = 1.0
     return found
 
 
 def _sums(cut: Cut, per_work: Array) -> Array:
     """Return the sum over the works of each stage."""
-    count = cut.setting.num_stages
-    found: Array = np.bincount(cut.stages, per_work, count).astype(np.float64)
-    return found
+    return _binned(np.array(cut.stages), per_work, cut.num_stages)
+
+
+def _binned(places: NDArray[np.int_], sizes: Array, count: int) -> Array:
+    """Return the sum of the sizes at each of so many places."""
+    return np.bincount(places, sizes, count).astype(np.float64, copy=False)
 
 
 def _count_ties_once(works: WorkCosts, stages: Sequence[int], found: Array) -> None:
@@ -330,47 +419,56 @@ def _count_ties_once(works: WorkCosts, stages: Sequence[int], found: Array) -> N
             found[stage] -= (count - 1) * num_bytes * share
 
 
-def _value_bytes(works: WorkCosts, cut: Cut) -> tuple[Array, Array, Array]:
-    """Return what stages keep of values, and of outputs; and what works touch."""
-    table, stages = works.table, cut.stages
-    saved = np.zeros(cut.setting.num_stages)
-    outputs = np.zeros(cut.setting.num_stages)
-    touched = np.zeros(table.num_works)
-    names = set(table.graph.outputs)
-    for number, value in enumerate(table.graph.values):
-        producer, size = table.producers[number], works.value_bytes[number]
-        home = stages[producer] if producer >= 0 else -1
-        keeping = {
-            stages[k] for k in table.keepers[number] if cut.remat[stages[k]] == "none"
-        }
-        entered = {stages[u] for u in table.users[number]} - {home}
-        keeping |= {stage for stage in entered if cut.remat[stage] == "full"}
-        for stage in keeping:
-            saved[stage] += size
-        if value.name in names and producer >= 0:
-            outputs[home] += size
-        for place in table.users[number] + ((producer,) if producer >= 0 else ()):
-            touched[place] += size
-    return saved, outputs, touched
+def _value_bytes(works: WorkCosts, cut: Cut) -> tuple[Array, Array]:
+    """Return what stages keep of values, each once, and of outputs."""
+    table, count = works.table, cut.num_stages
+    stages = np.array(cut.stages)
+    homes, entered = _homes_and_users(table, cut.stages)
+    keeping = table.keeping[:, 0] * count + stages[table.keeping[:, 1]]
+    if "full" in cut.remat:
+        is_full = np.array([remat == "full" for remat in cut.remat])
+        values = table.uses[:, 0]
+        again = is_full[entered] & (entered != homes[values])
+        computed = ~is_full[keeping % count]
+        again_keys = values[again] * count + entered[again]
+        keeping = np.concatenate((keeping[computed], again_keys))
+    keys = np.unique(keeping)
+    saved = _binned(keys % count, works.value_bytes[keys // count], count)
+    outputs = np.zeros(count)
+    for number in table.outputs:
+        if homes[number] >= 0:
+            outputs[homes[number]] += works.value_bytes[number]
+    return saved, outputs
 
 
 def _rank_bytes(held: _Held, order: PlannedOrder) -> list[RankBytes]:
     """Return what a device of each rank holds when its saved values are most."""
+    parameters, gradients = held.parameters.tolist(), held.gradients.tolist()
+    optimizer, temporary = held.optimizer.tolist(), held.temporary.tolist()
+    saving, passing = held.saved.tolist(), held.passed.tolist()
+    keeping = held.outputs.tolist()
     found = []
-    for stages, live in order.live_rows:
-        own = list(stages)
-        saved = live[:, : len(own)] @ held.saved[own]
-        passed = live[:, len(own) :] @ held.passed[own]
-        most = int((saved + passed).argmax())
+    for stages, rows, most_live in order.live_rows:
+        saved, passed = max(
+            (
+                (
+                    sum(n * saving[s] for n, s in zip(live, stages, strict=True)),
+                    sum(n * passing[s] for n, s in zip(waiting, stages, strict=True)),
+                )
+                for live, waiting in rows
+            ),
+            key=sum,
+        )
+        kept = sum(n * keeping[s] for n, s in zip(most_live, stages, strict=True))
         found.append(
             RankBytes(
-                parameters=round(held.parameters[own].sum()),
-                gradients=round(held.gradients[own].sum()),
-                optimizer=round(held.optimizer[own].sum()),
-                saved=round(saved[most]),
-                passed=round(passed[most]),
-                outputs=round(live[:, : len(own)].max(0) @ held.outputs[own]),
-                temporary=round(held.temporary[own].max()),
+                parameters=round(sum(parameters[s] for s in stages)),
+                gradients=round(sum(gradients[s] for s in stages)),
+                optimizer=round(sum(optimizer[s] for s in stages)),
+                saved=round(saved),
+                passed=round(passed),
+                outputs=round(kept),
+                temporary=round(max(temporary[s] for s in stages)),
             )
         )
     return found
@@ -388,12 +486,14 @@ def renumbered(
         edges: Edges between works.
     """
     pairs = {(labels[p], labels[c]) for p, c in edges if labels[p] != labels[c]}
+    count = len(set(labels))
+    if max(labels) == count - 1 and all(first < second for first, second in pairs):
+        return tuple(labels)
     needs = Counter(consumer for _, consumer in pairs)
     users: dict[int, list[int]] = {}
     for producer, consumer in pairs:
         users.setdefault(producer, []).append(consumer)
     free = sorted({*labels} - set(needs))
-    count = len(set(labels))
     numbers: dict[int, int] = {}
     while free:
         label = free.pop(0)

@@ -4,20 +4,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-
-import numpy as np
-from numpy.typing import NDArray
+from math import ceil
 
 from torch_xla_pp.schedule import (
     Action,
     Schedule,
     gpipe,
     interleaved_1f1b,
+    list_schedule,
     one_f_one_b,
     zb1p,
     zbv,
 )
-from torch_xla_pp.simulate import StepOrder
+from torch_xla_pp.simulate import Costs, Network, StepOrder
 
 Edges = tuple[tuple[int, int], ...]
 
@@ -33,11 +32,8 @@ def branches_1f1b(num_ranks: int, num_microbatches: int, edges: Edges) -> Schedu
         num_microbatches: Number of microbatches.
         edges: Pairs (producer, consumer) of stages.
     """
-    depths = [1] * num_ranks
-    for producer, consumer in sorted(edges, reverse=True):
-        depths[producer] = max(depths[producer], 1 + depths[consumer])
     rows = []
-    for stage, depth in enumerate(depths):
+    for stage, depth in enumerate(_depths(edges, num_ranks)):
         ahead = min(depth - 1, num_microbatches)
         row = [Action(stage=stage, kind="F", microbatch=mb) for mb in range(ahead)]
         for mb in range(num_microbatches):
@@ -57,10 +53,50 @@ _BUILDERS: Mapping[str, Callable[[int, int, int, Edges], Schedule]] = {
     "interleaved": lambda p, m, v, e: interleaved_1f1b(p, m, v),
     "zbv": lambda p, m, v, e: zbv(p, m),
 }
-SCHEDULES = tuple(_BUILDERS)
+# Its orders are made for each plan anew, and written out in it.
+LISTED = "list"
+SCHEDULES = (*_BUILDERS, LISTED)
 # These have several stages on a rank.
 MULTI = ("interleaved", "zbv")
-SPLIT = ("zb1p", "zbv")
+# In these, W may wait while others compute.
+SPLIT = ("zb1p", "zbv", LISTED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OrderRule:
+    """One way to make an order that is listed in a plan.
+
+    Args:
+        builder: "list" for `list_schedule`, or a builder for a stage on each rank.
+        is_split: Whether backwards are split.
+        live: What may be live in a stage, as a multiple of its depth, or of the
+            greatest depth if backwards are split.
+        most_waiting: See `list_schedule`.
+    """
+
+    builder: str = LISTED
+    is_split: bool = True
+    live: float = 1.0
+    most_waiting: int | None = None
+
+
+# The one that is best most often, those that cost little, and others.
+LIST_RULES = (
+    OrderRule(live=2.0),
+    OrderRule(builder="zb1p"),
+    OrderRule(builder="dag", is_split=False),
+    OrderRule(builder="1f1b", is_split=False),
+    OrderRule(live=1.0),
+    OrderRule(is_split=False, live=1.0),
+    OrderRule(live=1.5),
+    OrderRule(is_split=False, live=2.0),
+    OrderRule(live=1.0, most_waiting=2),
+    OrderRule(live=1.5, most_waiting=2),
+    OrderRule(live=3.0),
+    OrderRule(is_split=False, live=1.5),
+    OrderRule(is_split=False, live=0.5),
+)
+FEWEST_RULES = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,14 +104,18 @@ class PlannedOrder(StepOrder):
     """The order of a plan's actions, with the most that is live at a time."""
 
     @cached_property
-    def live_rows(self) -> tuple[tuple[tuple[int, ...], NDArray[np.float64]], ...]:
-        """For each rank its stages, and what is live at some time in each of them.
+    def live_rows(self) -> tuple["LiveRow", ...]:
+        """For each rank its stages, what is live at some time, and the most of each.
 
-        A line has first for each stage the microbatches from F to B or W, then for
-        each stage those from I to W. Lines that another one exceeds are left out where
-        there is one stage.
+        A time has for each stage the microbatches from F to B or W, and for each those
+        from I to W. Times that another one exceeds are left out where there is one
+        stage.
         """
-        return tuple(_live_rows(row) for row in self.schedule.actions)
+        return tuple(_live_row(row) for row in self.schedule.actions)
+
+
+_Counts = tuple[int, ...]
+LiveRow = tuple[_Counts, tuple[tuple[_Counts, _Counts], ...], _Counts]
 
 
 @lru_cache(maxsize=256)
@@ -85,7 +125,7 @@ def planned_order(
     """Return the order that a name stands for.
 
     Args:
-        name: One of `SCHEDULES`.
+        name: One of `SCHEDULES` but "list".
         num_ranks: Number of ranks.
         num_microbatches: Number of microbatches.
         per_rank: Stages on each rank.
@@ -96,25 +136,120 @@ def planned_order(
     """
     if name not in _BUILDERS:
         raise ValueError(
-            f"schedule: expected one of {', '.join(SCHEDULES)}, got {name!r}. Name one."
+            f"schedule: expected one of {', '.join(_BUILDERS)}, got {name!r}. Name one."
         )
     build = _BUILDERS[name]
     return PlannedOrder(schedule=build(num_ranks, num_microbatches, per_rank, edges))
 
 
-def _live_rows(row: tuple[Action, ...]) -> tuple[tuple[int, ...], NDArray[np.float64]]:
+def usual_placement(name: str, num_ranks: int, per_rank: int) -> tuple[int, ...]:
+    """Return the rank of each stage if a plan does not say it.
+
+    Args:
+        name: One of `SCHEDULES`.
+        num_ranks: Number of ranks.
+        per_rank: Stages on each rank.
+    """
+    stages = range(num_ranks * per_rank)
+    if name == "zbv":
+        return tuple(min(s, 2 * num_ranks - 1 - s) for s in stages)
+    return tuple(s % num_ranks for s in stages)
+
+
+def listed_order(
+    rule: OrderRule,
+    placement: tuple[int, ...],
+    num_microbatches: int,
+    costs: Costs,
+    network: Network,
+) -> PlannedOrder | None:
+    """Return an order for what stages cost, None if the rule is not for such stages.
+
+    Args:
+        rule: How to make it.
+        placement: Rank of each stage.
+        num_microbatches: Number of microbatches.
+        costs: What stages take and send.
+        network: The links between ranks.
+    """
+    edges, num_ranks = costs.edges, 1 + max(placement)
+    if rule.builder != LISTED:
+        is_usual = placement == tuple(range(num_ranks))
+        if not is_usual or not takes(rule.builder, num_ranks, num_microbatches):
+            return None
+        own = edges if rule.builder == "dag" else ()
+        return planned_order(rule.builder, num_ranks, num_microbatches, 1, own)
+    depths = _depths(edges, len(placement))
+    if rule.is_split:
+        depths = [max(depths)] * len(depths)
+    schedule = list_schedule(
+        edges,
+        dict(enumerate(placement)),
+        num_microbatches,
+        costs.seconds,
+        max_live={s: max(1, ceil(rule.live * depth)) for s, depth in enumerate(depths)},
+        split_backward=rule.is_split,
+        most_waiting=rule.most_waiting,
+        delays_s=_delays_s(costs, placement, network),
+    )
+    return PlannedOrder(schedule=schedule)
+
+
+def takes(name: str, num_ranks: int, num_microbatches: int) -> bool:
+    """Tell if a builder takes so many microbatches."""
+    if name in ("interleaved", "zb1p"):
+        return not num_microbatches % max(1, num_microbatches // num_ranks)
+    return name != "zbv" or num_microbatches >= 2 * num_ranks - 1
+
+
+def _delays_s(
+    costs: Costs, placement: tuple[int, ...], network: Network
+) -> dict[tuple[int, int], float]:
+    """Return how long what goes along each edge between ranks is on its way."""
+    sizes: Counter[tuple[int, int]] = Counter()
+    for flow in costs.flows:
+        for edge in flow.edges:
+            sizes[edge] += flow.num_bytes
+    found = {}
+    for (producer, consumer), size in sizes.items():
+        sender, receiver = placement[producer], placement[consumer]
+        if sender != receiver:
+            link = network.link(sender, receiver)
+            found[producer, consumer] = link.latency_s + size / link.bytes_per_s
+    return found
+
+
+def _depths(edges: Edges, num_stages: int) -> list[int]:
+    """Return the number of stages on the longest path from each stage to an end."""
+    depths = [1] * num_stages
+    for producer, consumer in sorted(edges, reverse=True):
+        depths[producer] = max(depths[producer], 1 + depths[consumer])
+    return depths
+
+
+def _live_row(row: tuple[Action, ...]) -> LiveRow:
     stages = tuple(sorted({action.stage for action in row}))
-    live: Counter[int] = Counter()
-    passed: Counter[int] = Counter()
-    found = set()
+    places = {stage: place for place, stage in enumerate(stages)}
+    live, passed = [0] * len(stages), [0] * len(stages)
+    found: set[tuple[_Counts, _Counts]] = set()
+    grew = False
     for action in row:
-        live[action.stage] += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
-        passed[action.stage] += {"F": 0, "I": 1, "B": 0, "W": -1}[action.kind]
-        found.add((*(live[s] for s in stages), *(passed[s] for s in stages)))
+        kind, place = action.kind, places[action.stage]
+        if kind == "F" or kind == "I":
+            (live if kind == "F" else passed)[place] += 1
+            grew = True
+            continue
+        if grew:
+            # Only what something is taken off from may be the most.
+            found.add((tuple(live), tuple(passed)))
+            grew = False
+        live[place] -= 1
+        passed[place] -= kind == "W"
     if len(stages) == 1:
         found = {
             a
             for a in found
             if not any(b != a and b[0] >= a[0] and b[1] >= a[1] for b in found)
         }
-    return stages, np.array(sorted(found), dtype=float)
+    most = tuple(max(column) for column in zip(*(a for a, _ in found), strict=True))
+    return stages, tuple(sorted(found)), most

@@ -4,16 +4,19 @@ It has no times of the search, so that equal input gives equal texts.
 """
 
 import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torch_xla_pp import record
+from torch_xla_pp.planner.example_rows import with_rows
 from torch_xla_pp.planner.orders import planned_order
+from torch_xla_pp.planner.plan_faults import plan_faults
 from torch_xla_pp.planner.plan_values import (
     Alternative,
+    Candidate,
     CostSource,
     PlannedBatch,
     PlannedModel,
@@ -23,9 +26,10 @@ from torch_xla_pp.planner.plan_values import (
     Prediction,
     SearchCounts,
 )
+from torch_xla_pp.planner.rank_links import network_of
 from torch_xla_pp.planner.report import report_of
 from torch_xla_pp.schedule import Schedule
-from torch_xla_pp.simulate import Costs, Link, Network, stage_seconds
+from torch_xla_pp.simulate import Costs, Network, stage_seconds
 
 _FORMAT = "torch_xla_pp plan 1"
 
@@ -46,6 +50,8 @@ class PipelinePlan:
         alternatives: Plans in which one choice differs.
         baselines: Planner → seconds of a step of its plan, if compared.
         search: How much was searched.
+        candidates: The best plans with other choices, those that fit first, then by
+            their steps.
     """
 
     model: PlannedModel
@@ -59,6 +65,7 @@ class PipelinePlan:
     alternatives: tuple[Alternative, ...]
     baselines: Mapping[str, float]
     search: SearchCounts
+    candidates: tuple[Candidate, ...] = ()
 
     def __str__(self) -> str:
         return report_of(self)
@@ -92,22 +99,16 @@ class PipelinePlan:
 
     def network(self) -> Network:
         """Return the links between ranks, as `simulate` takes them."""
-        links = {
-            (link.sender, link.receiver): Link(
-                latency_s=link.latency_s, bytes_per_s=link.bytes_per_s or math.inf
-            )
-            for link in self.costs.links
-        }
-        default = links.pop((None, None), Link())
-        named = {
-            (sender, receiver): link
-            for (sender, receiver), link in links.items()
-            if sender is not None and receiver is not None
-        }
-        return Network(default=default, links=named)
+        return network_of(self.costs.links)
 
     def table(self) -> Schedule:
         """Return the actions of each rank."""
+        return self._table
+
+    @cached_property
+    def _table(self) -> Schedule:
+        if self.schedule.csv is not None:
+            return Schedule.from_csv(self.schedule.csv)
         edges = self.edges if self.schedule.name == "dag" else ()
         return planned_order(
             self.schedule.name,
@@ -116,6 +117,19 @@ class PipelinePlan:
             self.schedule.stages_per_rank,
             edges,
         ).schedule
+
+    def example(self, values: Any) -> Any:
+        """Return an example of a microbatch with as many rows as planned.
+
+        Args:
+            values: One of any number of rows: tensors, or tuples, lists and mappings
+                of them. What has as many rows as the first tensor gets the planned
+                ones, by leaving rows out or repeating them; all else is kept.
+
+        Example:
+            pipe = xpp.pipeline(model, plan.example((x,)), plan=plan)
+        """
+        return with_rows(values, self.batch.rows_per_microbatch)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return it as JSON; equal plans give equal texts.
@@ -133,7 +147,10 @@ class PipelinePlan:
             source: A file, or the text itself, which is known by its line ends.
 
         Raises:
-            ValueError: It is no plan, of another format, or has missing, unknown or
-                faulty fields; all are named.
+            ValueError: It is no plan, of another format, has missing, unknown or
+                faulty fields, or could run for no model; all faults are named.
         """
-        return record.from_json(cls, source, _FORMAT)
+        plan = record.from_json(cls, source, _FORMAT)
+        if faults := [*plan_faults(plan)]:
+            raise ValueError("\n".join(f"{_FORMAT}: {fault}" for fault in faults))
+        return plan

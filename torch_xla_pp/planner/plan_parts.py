@@ -1,16 +1,18 @@
 """From the best cut of a search to the parts of a plan."""
 
-import math
+from collections import Counter
 from collections.abc import Iterator
 
-from torch_xla_pp.planner.comparisons import reasons_of
+from torch_xla_pp.planner.comparisons import options_text, pinned, reasons_of
+from torch_xla_pp.planner.devices import DeviceSpec
 from torch_xla_pp.planner.evaluation import Evaluation, Evaluator
+from torch_xla_pp.planner.orders import LISTED
 from torch_xla_pp.planner.plan import PipelinePlan
 from torch_xla_pp.planner.plan_values import (
     Alternative,
+    Candidate,
     CostSource,
     PlannedBatch,
-    PlannedLink,
     PlannedModel,
     PlannedRank,
     PlannedSchedule,
@@ -20,11 +22,16 @@ from torch_xla_pp.planner.plan_values import (
     Prediction,
     SearchCounts,
 )
+from torch_xla_pp.planner.rank_links import links_of
 from torch_xla_pp.planner.search import SearchResult, best_of
 from torch_xla_pp.planner.settings import Request
 from torch_xla_pp.schedule import peak_live
-from torch_xla_pp.simulate import Link, Network
+from torch_xla_pp.text import bytes_text
 from torch_xla_pp.work import WorkGraph
+
+_MOST_CANDIDATES = 100
+# What share of a model's bytes may be written by operations of unknown cost.
+_UNKNOWN_SHARE = 0.05
 
 
 def plan_of(
@@ -56,16 +63,14 @@ def plan_of(
         ),
         stages=tuple(_stages(graph, best)),
         ranks=_ranks(evaluator, best),
-        schedule=PlannedSchedule(
-            name=setting.schedule, stages_per_rank=setting.stages_per_rank
-        ),
+        schedule=_schedule(best),
         predicted=_prediction(request, best),
         costs=CostSource(
-            source="roofline",
+            source=_source(evaluator),
             device=device.name,
             is_verified=device.is_verified,
             optimizer_bytes=evaluator.optimizer_bytes,
-            links=tuple(_links(evaluator.cluster.network)),
+            links=links_of(evaluator.cluster.network),
             warnings=tuple(_warnings(evaluator)),
         ),
         reasons=tuple(reasons_of(evaluator, best, alternatives)),
@@ -76,7 +81,47 @@ def plan_of(
             pruned=result.num_pruned,
             evaluated=result.num_evaluated,
         ),
+        candidates=tuple(_candidates(request, result)),
     )
+
+
+def _source(evaluator: Evaluator) -> str:
+    measured = evaluator.table.measured
+    if measured is None:
+        return "roofline"
+    rows = ", ".join(map(str, measured.rows))
+    return f"measured on {measured.device} with {rows} rows"
+
+
+def _schedule(best: Evaluation) -> PlannedSchedule:
+    setting = best.cut.setting
+    if setting.schedule != LISTED:
+        return PlannedSchedule(
+            name=setting.schedule, stages_per_rank=setting.stages_per_rank
+        )
+    return PlannedSchedule(
+        name=LISTED,
+        stages_per_rank=max(Counter(best.cut.ranks).values()),
+        csv=best.order.schedule.to_csv(),
+    )
+
+
+def _candidates(request: Request, result: SearchResult) -> Iterator[Candidate]:
+    for found in result.ranking[:_MOST_CANDIDATES]:
+        setting = found.cut.setting
+        replicas = f"{setting.replicas} x " if setting.replicas > 1 else ""
+        presets = f" {'+'.join(setting.strategy.presets)}"
+        stages = setting.stages_per_rank
+        yield Candidate(
+            label=f"{replicas}{setting.num_ranks} ranks, {setting.strategy}"
+            f"{presets if setting.strategy.presets else ''}, "
+            f"{setting.num_microbatches} of {setting.rows} rows, {setting.schedule}"
+            f"{f' x {stages}' if stages > 1 else ''}",
+            options=options_text(pinned(request, found)),
+            step_s=found.step_s,
+            peak_bytes=found.peak_bytes,
+            fits=found.fits,
+        )
 
 
 def _model(graph: WorkGraph) -> PlannedModel:
@@ -90,6 +135,7 @@ def _model(graph: WorkGraph) -> PlannedModel:
         num_ops=graph.num_ops,
         parameter_bytes=total,
         tied=tuple(sorted(name for name in tied if name is not None)),
+        op_digests=graph.op_digests,
         source=graph.source,
     )
 
@@ -98,7 +144,7 @@ def _stages(graph: WorkGraph, best: Evaluation) -> Iterator[PlannedStage]:
     placement = best.order.placement
     cut = best.cut
     homes = dict(zip((w.name for w in graph.works), cut.stages, strict=True))
-    for stage in range(cut.setting.num_stages):
+    for stage in range(cut.num_stages):
         works = [work for work in graph.works if homes[work.name] == stage]
         inputs = [
             value.name
@@ -145,8 +191,7 @@ def _ranks(evaluator: Evaluator, best: Evaluation) -> tuple[PlannedRank, ...]:
 
 
 def _prediction(request: Request, best: Evaluation) -> Prediction:
-    setting, costs = best.cut.setting, best.costs
-    schedule = best.order.schedule
+    costs, schedule = best.costs, best.order.schedule
     live = peak_live(schedule)
     ranks, busy = [], []
     for number, row in enumerate(schedule.actions):
@@ -158,7 +203,7 @@ def _prediction(request: Request, best: Evaluation) -> Prediction:
                 bytes=best.ranks[number],
             )
         )
-    depths = [1] * setting.num_stages
+    depths = [1] * best.cut.num_stages
     for producer, consumer in reversed(costs.edges):
         depths[producer] = max(depths[producer], 1 + depths[consumer])
     return Prediction(
@@ -176,29 +221,41 @@ def _prediction(request: Request, best: Evaluation) -> Prediction:
                 saved_bytes=costs.saved_bytes[stage],
                 passed_bytes=costs.passed_bytes[stage],
             )
-            for stage in range(setting.num_stages)
+            for stage in range(best.cut.num_stages)
         ),
         flows=costs.flows,
     )
-
-
-def _links(network: Network) -> Iterator[PlannedLink]:
-    pairs: list[tuple[int | None, int | None, Link]] = [(None, None, network.default)]
-    pairs += [(s, r, link) for (s, r), link in sorted(network.links.items())]
-    for sender, receiver, link in pairs:
-        yield PlannedLink(
-            sender=sender,
-            receiver=receiver,
-            latency_s=link.latency_s,
-            bytes_per_s=None if math.isinf(link.bytes_per_s) else link.bytes_per_s,
-        )
 
 
 def _warnings(evaluator: Evaluator) -> Iterator[str]:
     device = evaluator.cluster.device
     if not device.is_verified:
         yield f"figures of {device.name} are not measured: {device.source}"
+    yield from _work_warnings(evaluator.table.graph, device)
     if not evaluator.has_own_inputs:
         count = sum(v.producer is None for v in evaluator.table.graph.values)
         if count > 1:
             yield f"the {count} inputs of the model go through the first stage"
+
+
+def _work_warnings(graph: WorkGraph, device: DeviceSpec) -> Iterator[str]:
+    if not graph.has_loss:
+        yield (
+            "no loss was given: what it and its gradient take is not counted; trace "
+            "the model with loss_fn and target"
+        )
+    share = sum(graph.unknown_ops.values())
+    if share > _UNKNOWN_SHARE:
+        yield (
+            f"operations of unknown FLOPs write {100 * share:.0f} % of all bytes, and "
+            f"count as moving bytes alone: {', '.join(graph.unknown_ops)}"
+        )
+    sizes: Counter[str] = Counter()
+    for parameter in (p for work in graph.works for p in work.parameters):
+        sizes[parameter.dtype] += parameter.bytes
+    if others := sorted(sizes.keys() - {device.dtype}) if device.dtype else []:
+        held = ", ".join(f"{dtype} ({bytes_text(sizes[dtype])})" for dtype in others)
+        yield (
+            f"the peak of {device.name} is that of {device.dtype}, and is taken for "
+            f"parameters of {held}, too; a device file can have another"
+        )

@@ -1,7 +1,7 @@
 """The parts of a plan."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch_xla_pp.planner.evaluation import RankBytes
 from torch_xla_pp.simulate import Flow
@@ -16,6 +16,7 @@ class PlannedModel:
         num_ops: Number of its operations.
         parameter_bytes: Size of its parameters, tied ones once.
         tied: Names of tied groups.
+        op_digests: `WorkGraph.op_digests`.
         source: Where it comes from.
     """
 
@@ -23,6 +24,7 @@ class PlannedModel:
     num_ops: int
     parameter_bytes: int
     tied: tuple[str, ...] = ()
+    op_digests: Mapping[str, str] = field(default_factory=dict)
     source: str = ""
 
 
@@ -89,11 +91,13 @@ class PlannedSchedule:
 
     Args:
         name: One of `SCHEDULES`; "dag" is `dag_1f1b` of the edges.
-        stages_per_rank: Number of stages on each rank.
+        stages_per_rank: The most stages on a rank.
+        csv: The actions, as `Schedule.to_csv` writes them, if the name is "list".
     """
 
     name: str
     stages_per_rank: int = 1
+    csv: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +181,7 @@ class CostSource:
     """What the prediction is made from.
 
     Args:
-        source: "roofline".
+        source: "roofline", or with which rows times were measured.
         device: Name of the device whose figures were taken.
         is_verified: Whether these were measured.
         optimizer_bytes: Bytes of the optimizer's state for a byte of parameters.
@@ -208,6 +212,26 @@ class Alternative:
 
     label: str
     change: str
+    options: str
+    step_s: float
+    peak_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """The best plan that was found with one choice of all but the stages.
+
+    Args:
+        label: That choice.
+        options: Options of the command that give this plan, or a faster one: not all
+            candidates are improved as far as the plan is.
+        step_s: Seconds of its step.
+        peak_bytes: The most that a device holds.
+        fits: Whether that is not too much.
+    """
+
+    label: str
     options: str
     step_s: float
     peak_bytes: int

@@ -3,11 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from torch_xla_pp.planner.checks import faults_in
-from torch_xla_pp.planner.comparisons import alternative_of, other_plans
+from torch_xla_pp.planner.comparisons import (
+    alternative_of,
+    other_plans,
+    with_other_stages,
+)
 from torch_xla_pp.planner.devices import Cluster, DeviceSpec, link_between_ranks
 from torch_xla_pp.planner.evaluation import Evaluator
+from torch_xla_pp.planner.given_stages import names_in_file, stages_of_works
+from torch_xla_pp.planner.measured_costs import MeasuredCosts
 from torch_xla_pp.planner.plan import PipelinePlan
 from torch_xla_pp.planner.plan_parts import plan_of
 from torch_xla_pp.planner.remedies import nothing_fits
@@ -18,6 +25,7 @@ from torch_xla_pp.planner.work_costs import OPTIMIZERS, WorkTable
 from torch_xla_pp.simulate import Network
 from torch_xla_pp.work import WorkGraph
 
+_T = TypeVar("_T")
 _BASELINES: tuple[PlannerName, ...] = ("spp", "pipedream", "graphpipe")
 
 
@@ -26,9 +34,9 @@ def make_plan(
     *,
     rows: int,
     ranks: int | None = None,
-    devices_per_rank: int | None = None,
+    devices_per_rank: int | Sequence[int] | None = None,
     devices: int | None = None,
-    device: DeviceSpec | str = "cpu",
+    device: DeviceSpec | str | Sequence[DeviceSpec | str] = "cpu",
     memory_bytes: int | None = None,
     reserve: float = 0.08,
     network: Network | None = None,
@@ -40,9 +48,11 @@ def make_plan(
     sharding: Sequence[str] = PRESETS,
     meshes: Sequence[tuple[int, int]] | None = None,
     remat: Sequence[str] = ("none", "full"),
+    stages: Sequence[Sequence[str]] | str | Path | None = None,
     planner: PlannerName = "full",
     has_own_inputs: bool = False,
     compare: bool = False,
+    costs: MeasuredCosts | str | Path | None = None,
 ) -> PipelinePlan:
     """Plan how to train a model: stages, ranks, sharding, microbatches and order.
 
@@ -53,9 +63,11 @@ def make_plan(
         work: The model's work, or a file that `WorkGraph.to_json` wrote.
         rows: Rows of a step, those of all replicas.
         ranks: Number of ranks, those of all replicas.
-        devices_per_rank: Devices of each rank; 1 if only ranks are given.
+        devices_per_rank: Devices of each rank, one number for all or one for each; 1
+            if only ranks are given.
         devices: Devices in all, in place of ranks times devices per rank.
-        device: A known device's name, a file with its figures, or the figures.
+        device: A known device's name, a file with its figures, or the figures; one
+            for all ranks or one for each. So far all ranks must be equal.
         memory_bytes: Memory of a device, None for all that it has.
         reserve: Share of it that is left free.
         network: Links between ranks; None for the link between devices of a rank.
@@ -63,23 +75,36 @@ def make_plan(
             byte.
         replicas: Numbers of pipelines to try.
         microbatches: Numbers of microbatches to try.
-        schedules: Orders of actions to try: 1f1b, zb1p, dag, gpipe, interleaved, zbv.
-        stages_per_rank: Numbers of stages on a rank to try for interleaved.
+        schedules: Orders of actions to try: 1f1b, zb1p, dag, gpipe, interleaved, zbv,
+            and list, which is made for the plan and written out in it.
+        stages_per_rank: Numbers of stages on a rank to try for interleaved and list.
         sharding: Presets to try inside a rank: dp, fsdp, tp.
         meshes: Sizes of the axes data and model to try.
         remat: What stages may choose, none or full.
+        stages: Stages that are given: the names of operations, works or modules of
+            each, or a file with such lists or a plan. What no stage names goes to the
+            last one that makes what it uses.
         planner: "full", or one to compare with: spp, pipedream or graphpipe.
         has_own_inputs: Whether stages take the model's inputs on their own rank, in
             place of from the first stage.
         compare: Whether to run the other planners, too.
+        costs: What the works were measured to take, or a file of `measure_work`;
+            None for rooflines of the device's figures.
 
     Raises:
         ValueError: An argument is at fault, or nothing fits; the text says what to
             change.
     """
     graph = work if isinstance(work, WorkGraph) else WorkGraph.from_json(Path(work))
-    spec = DeviceSpec.named(device) if isinstance(device, str) else device
+    kinds = [device] if isinstance(device, str | DeviceSpec) else [*device]
+    found = [DeviceSpec.named(k) if isinstance(k, str) else k for k in kinds]
+    spec = _of_all_ranks("device", found, ranks)
+    measured = _measured(costs)
+    if measured is not None:
+        spec = replace(spec, action_s=measured.action_s)
     per_rank = devices_per_rank
+    if per_rank is not None and not isinstance(per_rank, int):
+        per_rank = _of_all_ranks("devices per rank", [*per_rank], ranks)
     if per_rank is None and devices is None:
         per_rank = 1
     total = _total(ranks, per_rank, devices)
@@ -94,6 +119,7 @@ def make_plan(
         meshes=None if meshes is None else tuple(meshes),
         remat=tuple(remat),
         planner=planner,
+        stages=_given(stages, graph),
         **({} if schedules is None else {"schedules": tuple(schedules)}),
     )
     cluster = Cluster(
@@ -104,7 +130,7 @@ def make_plan(
         network=network or link_between_ranks(spec),
     )
     evaluator = Evaluator(
-        table=WorkTable(graph),
+        table=WorkTable(graph, measured),
         cluster=cluster,
         optimizer_bytes=_optimizer_bytes(optimizer),
         has_own_inputs=has_own_inputs,
@@ -137,6 +163,9 @@ def planned(
         # Moves begin from a few cuts only; a comparison may come to a better one.
         for evaluation in better:
             result.add(evaluation)
+    if request.stages is not None:
+        free = with_other_stages(request, evaluator, best)
+        others += [free] if free else []
     alternatives = tuple(alternative_of(*other) for other in others)
     baselines: dict[str, float] = {}
     for name in _BASELINES if compare else ():
@@ -150,9 +179,42 @@ def planned(
     return plan
 
 
+def _measured(costs: MeasuredCosts | str | Path | None) -> MeasuredCosts | None:
+    if costs is None or isinstance(costs, MeasuredCosts):
+        return costs
+    return MeasuredCosts.from_json(costs)
+
+
 def _of(planner: PlannerName, evaluator: Evaluator) -> Evaluator:
     """Return what evaluates a planner's cuts: two of them know chains alone."""
     return replace(evaluator, has_chain=planner in ("spp", "pipedream"))
+
+
+def _given(
+    stages: Sequence[Sequence[str]] | str | Path | None, graph: WorkGraph
+) -> tuple[int, ...] | None:
+    if stages is None:
+        return None
+    names = names_in_file(stages) if isinstance(stages, str | Path) else stages
+    return stages_of_works(names, graph)
+
+
+def _of_all_ranks(what: str, given: Sequence[_T], ranks: int | None) -> _T:
+    """Return what all ranks have of what may be given for each."""
+    texts = [item.name if isinstance(item, DeviceSpec) else item for item in given]
+    listed = ", ".join(map(str, texts))
+    if len(given) > 1 and len(given) != ranks:
+        raise ValueError(
+            f"plan, {what}: expected one, or one for each of the ranks "
+            f"({'of which no number is given' if ranks is None else ranks}), got "
+            f"{len(given)}: {listed}. Give one, or as many as ranks."
+        )
+    if any(item != given[0] for item in given):
+        raise ValueError(
+            f"plan, {what}: expected the same for all ranks, as ranks that differ are "
+            f"not planned, got {listed}. Plan for equal ones."
+        )
+    return given[0]
 
 
 def _total(ranks: int | None, per_rank: int | None, devices: int | None) -> int:

@@ -1,75 +1,120 @@
 """What to say when nothing fits: what is missing, and what would help."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torch_xla_pp.planner.evaluation import Evaluation, Evaluator
+from torch_xla_pp.planner.report import memory_table
 from torch_xla_pp.planner.search import SearchResult, best_of, search
 from torch_xla_pp.planner.settings import Request
 from torch_xla_pp.planner.strategies import PRESETS
 from torch_xla_pp.text import bytes_text, seconds_text
+
+# How often ranks are doubled and rows halved to find out what fits.
+_DOUBLINGS = 3
+
+Remedy = tuple[str, Request, Evaluator]
 
 
 def nothing_fits(request: Request, evaluator: Evaluator, result: SearchResult) -> str:
     """Say what the nearest plan lacks, and what would help, in order."""
     lines = []
     if result.best:
-        lines.append(_least_text(best_of(result)))
+        lines += _least_lines(best_of(result), request)
     else:
         capacity = evaluator.cluster.capacity_bytes
         lines.append(
             f"plan: expected stages that fit {bytes_text(capacity)} of a device, got "
             f"none from planner {request.planner}."
         )
-    for label, asked, other in _remedies(request, evaluator):
-        try:
-            found = search(asked, other)
-        except ValueError:
-            continue
-        if found.best:
-            best = best_of(found)
-            effect = (
-                f"fits with {bytes_text(best.peak_bytes)}, {seconds_text(best.step_s)} "
-                "a step"
-                if best.fits
-                else f"still needs {bytes_text(best.peak_bytes)}"
-            )
-            lines.append(f"  {label}: {effect}")
+    effects = [_effect_text(steps) for steps in _remedies(request, evaluator)]
+    if found := [f"  {effect}" for effect in effects if effect]:
+        lines += ["Of these, in order, change what helps:", *found]
+    else:
+        lines.append("Take devices with more memory, or a smaller model.")
     return "\n".join(lines)
 
 
-def _least_text(best: Evaluation) -> str:
+def _least_lines(best: Evaluation, request: Request) -> list[str]:
+    given = "" if request.stages is None else ", the given stages"
     number = max(range(len(best.ranks)), key=lambda rank: best.ranks[rank].total)
     held, setting = best.ranks[number], best.cut.setting
-    saved = bytes_text(held.saved + held.passed)
-    return (
+    capacities = [best.capacity_bytes] * len(best.ranks)
+    return [
         f"plan: expected a plan that fits {bytes_text(best.capacity_bytes)} of a "
         f"device, got at least {bytes_text(held.total)} on rank {number} "
-        f"({bytes_text(held.state)} state, {saved} saved, "
-        f"{bytes_text(held.outputs)} outputs, {bytes_text(held.temporary)} temporary), "
-        f"with {setting.num_ranks} ranks, {setting.strategy}, "
+        f"({bytes_text(held.state)} state, {bytes_text(held.saved + held.passed)} "
+        f"saved, {bytes_text(held.outputs)} outputs, {bytes_text(held.temporary)} "
+        f"temporary), with {setting.num_ranks} ranks, {setting.strategy}, "
         f"{setting.num_microbatches} microbatches of {setting.rows} rows, "
-        f"{setting.schedule}. Of these, in order, change what helps:"
-    )
+        f"{setting.schedule}{given}:",
+        *(f"  {line}" for line in memory_table(best.ranks, capacities)),
+    ]
 
 
-def _remedies(
-    request: Request, evaluator: Evaluator
-) -> Iterator[tuple[str, Request, Evaluator]]:
+def _effect_text(steps: Sequence[Remedy]) -> str | None:
+    """Say what the first step that fits gives, or the last one that is possible."""
+    text = None
+    for label, request, evaluator in steps:
+        try:
+            found = search(request, evaluator)
+        except ValueError:
+            continue
+        if not found.best:
+            continue
+        best = best_of(found)
+        held = bytes_text(best.peak_bytes)
+        if best.fits:
+            return f"{label}: fits with {held}, {seconds_text(best.step_s)} a step"
+        text = f"{label}: still needs {held}"
+    return text
+
+
+def _remedies(request: Request, evaluator: Evaluator) -> Iterator[list[Remedy]]:
+    """Yield what may help, each from little to much of it."""
+    factors = [2**n for n in range(1, _DOUBLINGS + 1)]
+    if request.stages is not None:
+        yield [("other stages", replace(request, stages=None), evaluator)]
     if "full" not in request.remat:
-        yield "allow remat full", replace(request, remat=("none", "full")), evaluator
-    cluster = evaluator.cluster
-    more = replace(
-        request, num_ranks=None if not request.num_ranks else 2 * request.num_ranks
-    )
-    doubled = replace(cluster, num_devices=2 * cluster.num_devices)
-    yield (
-        "twice the ranks",
-        replace(more, replicas=None),
-        replace(evaluator, cluster=doubled),
-    )
+        allowed = replace(request, remat=("none", "full"))
+        yield [("allow remat full", allowed, evaluator)]
+    yield [_more_ranks(request, evaluator, factor) for factor in factors]
     if set(request.presets) != set(PRESETS):
-        yield "allow dp, fsdp and tp", replace(request, presets=PRESETS), evaluator
-    if request.rows % 2 == 0:
-        fewer = replace(request, rows=request.rows // 2, microbatches=None)
-        yield f"{request.rows // 2} rows a step", fewer, evaluator
+        allowed = replace(request, presets=PRESETS, meshes=None)
+        yield [("allow dp, fsdp and tp", allowed, evaluator)]
+    if request.devices_per_rank is not None:
+        yield [_more_devices(request, evaluator, factor) for factor in factors]
+    if request.microbatches is not None:
+        free = replace(request, microbatches=None)
+        yield [("allow any number of microbatches", free, evaluator)]
+    halves = [factor for factor in factors if not request.rows % factor]
+    yield [_fewer_rows(request, evaluator, factor) for factor in halves]
+
+
+def _more_ranks(request: Request, evaluator: Evaluator, factor: int) -> Remedy:
+    count = None if request.num_ranks is None else factor * request.num_ranks
+    asked = replace(request, num_ranks=count, replicas=None, stages=None)
+    label = f"{'twice' if factor == 2 else f'{factor} times'} the ranks"
+    return label, asked, _with_devices(evaluator, factor)
+
+
+def _more_devices(request: Request, evaluator: Evaluator, factor: int) -> Remedy:
+    """Take more devices for each rank, and split its parameters, too."""
+    count = factor * (request.devices_per_rank or 1)
+    asked = replace(
+        request, devices_per_rank=count, presets=PRESETS, meshes=None, num_ranks=None
+    )
+    label = f"{count} devices per rank, with dp, fsdp and tp"
+    return label, asked, _with_devices(evaluator, factor)
+
+
+def _fewer_rows(request: Request, evaluator: Evaluator, factor: int) -> Remedy:
+    rows = request.rows // factor
+    fewer = replace(request, rows=rows, microbatches=None)
+    return f"{rows} rows a step", fewer, evaluator
+
+
+def _with_devices(evaluator: Evaluator, factor: int) -> Evaluator:
+    cluster = evaluator.cluster
+    more = replace(cluster, num_devices=factor * cluster.num_devices)
+    return replace(evaluator, cluster=more)

@@ -1,11 +1,14 @@
 """A plan as the command prints it."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import groupby
 from typing import Protocol
 
+from torch_xla_pp.planner.evaluation import RankBytes
 from torch_xla_pp.planner.plan_values import (
     Alternative,
+    Candidate,
     CostSource,
     PlannedBatch,
     PlannedModel,
@@ -40,6 +43,8 @@ class ReportedPlan(Protocol):
     def alternatives(self) -> tuple[Alternative, ...]: ...  # noqa: D102
     @property
     def baselines(self) -> Mapping[str, float]: ...  # noqa: D102
+    @property
+    def candidates(self) -> tuple[Candidate, ...]: ...  # noqa: D102
     @property
     def stage_of(self) -> Mapping[str, int]: ...  # noqa: D102
 
@@ -99,11 +104,16 @@ def _facts(plan: ReportedPlan) -> dict[str, str]:
         "ranks": str(len(plan.ranks)),
         "stages": str(len(plan.stages)),
         "depth": str(predicted.depth),
+        "rows": str(batch.rows),
         "replicas": str(batch.replicas),
         "microbatches": f"{batch.microbatches} of {batch.rows_per_microbatch}",
         "schedule": plan.schedule.name,
         "mesh": _mesh_text(plan),
         "remat": ",".join(stage.remat for stage in plan.stages),
+        "device": " ".join(dict.fromkeys(rank.device for rank in plan.ranks)),
+        "memory allowed": bytes_text(min(rank.capacity_bytes for rank in plan.ranks)),
+        "optimizer": f"{plan.costs.optimizer_bytes:g} bytes a byte of parameters",
+        "costs": plan.costs.source,
     }
 
 
@@ -120,26 +130,54 @@ def _stage_lines(plan: ReportedPlan) -> list[str]:
             str(stage.rank),
             str(len(stage.ops)),
             stage.remat,
-            _shortened(stage.modules),
+            *(f"{1e3 * s:.4g}" for s in (cost.forward_s, cost.input_s, cost.weight_s)),
+            modules_text(stage.modules),
         ]
-        for number, stage in enumerate(plan.stages)
+        for number, (stage, cost) in enumerate(
+            zip(plan.stages, plan.predicted.stages, strict=True)
+        )
     ]
-    return table(["stage", "rank", "ops", "remat", "modules"], rows)
+    header = ["stage", "rank", "ops", "remat", "F ms", "I ms", "W ms", "modules"]
+    return table(header, rows)
 
 
 def _rank_lines(plan: ReportedPlan) -> list[str]:
     rows = []
     for number, rank in enumerate(plan.predicted.ranks):
-        held, step_s = rank.bytes, plan.predicted.step_s
+        step_s = plan.predicted.step_s
         share = f"{100 * rank.busy_s / step_s:.1f} %" if step_s else "-"
-        rest = held.total - held.state - held.saved
-        parts = [held.total, held.state, held.saved, rest]
-        capacity = bytes_text(plan.ranks[number].capacity_bytes)
-        rows.append(
-            [str(number), share, str(rank.live), *map(bytes_text, parts), capacity]
-        )
-    header = ["rank", "busy", "live", "memory", "state", "saved", "other", "of"]
-    return [f"mesh of a rank: {_mesh_text(plan)}", *table(header, rows)]
+        rows.append([str(number), share, str(rank.live)])
+    held = memory_table(
+        [rank.bytes for rank in plan.predicted.ranks],
+        [rank.capacity_bytes for rank in plan.ranks],
+    )
+    return [
+        f"mesh of a rank: {_mesh_text(plan)}",
+        *table(["rank", "busy", "live"], rows),
+        "",
+        "memory of a device",
+        *held,
+    ]
+
+
+def memory_table(ranks: Sequence[RankBytes], capacities: Sequence[int]) -> list[str]:
+    """Return lines with what a device of each rank holds, part by part.
+
+    Args:
+        ranks: The bytes of each rank.
+        capacities: What there is for them.
+    """
+    names = [field.name for field in fields(RankBytes)]
+    rows = [
+        [
+            str(number),
+            *(bytes_text(getattr(held, name)) for name in names),
+            bytes_text(held.total),
+            bytes_text(capacity),
+        ]
+        for number, (held, capacity) in enumerate(zip(ranks, capacities, strict=True))
+    ]
+    return table(["rank", *names, "total", "of"], rows)
 
 
 def _alternative_lines(plan: ReportedPlan) -> list[str]:
@@ -156,8 +194,32 @@ def _alternative_lines(plan: ReportedPlan) -> list[str]:
     return table(["other", "change", "step", "memory", "fits"], rows)
 
 
-def _shortened(modules: Sequence[str]) -> str:
-    """Write paths, runs of numbered ones as layers.0..5."""
+def candidates_text(plan: ReportedPlan, count: int) -> str:
+    """Return the best candidates as a table, the fastest of those that fit first.
+
+    Args:
+        plan: The plan.
+        count: How many to tell at most.
+    """
+    rows = [
+        [
+            one.label,
+            seconds_text(one.step_s),
+            bytes_text(one.peak_bytes),
+            "yes" if one.fits else "no",
+        ]
+        for one in plan.candidates[:count]
+    ]
+    return "\n".join(
+        [
+            f"{len(rows)} of {len(plan.candidates)} candidates",
+            *table(["candidate", "step", "memory", "fits"], rows),
+        ]
+    )
+
+
+def modules_text(modules: Sequence[str]) -> str:
+    """Write paths of modules, runs of numbered ones as layers.0..5."""
     parts = []
     for (head, tail), group in groupby(modules, _around_number):
         numbers = [_number(path) for path in group]

@@ -19,7 +19,9 @@ from torch_xla_pp.planner.evaluation import (
     Setting,
     renumbered,
 )
+from torch_xla_pp.planner.given_stages import given_cut
 from torch_xla_pp.planner.linear_orders import Order, linear_orders
+from torch_xla_pp.planner.listed_search import ListedCandidates, stand_in
 from torch_xla_pp.planner.moves import estimated_s, improved
 from torch_xla_pp.planner.orders import SPLIT
 from torch_xla_pp.planner.runs_search import Division, OrderRuns, RunTables, cut_runs
@@ -55,12 +57,14 @@ class SearchResult:
         """The best of each setting, the best of all first."""
         return sorted(self.best.values(), key=lambda found: found.sort_key)
 
-    def add(self, found: Evaluation) -> None:
-        """Note an evaluation."""
+    def add(self, found: Evaluation, *, is_asked: bool = True) -> None:
+        """Note an evaluation; one that is not asked for is only where moves begin."""
         self.num_evaluated += 1
         self.starts.append(found)
         if len(self.starts) > 4 * _NUM_STARTS:
             self._keep_best_starts()
+        if not is_asked:
+            return
         old = self.best.get(found.cut.setting)
         if old is None or found.sort_key < old.sort_key:
             self.best[found.cut.setting] = found
@@ -98,26 +102,38 @@ def search(
     """
     cutter = _Cutter(request, evaluator)
     settings = [*filter(allowed, settings_for(request, evaluator))]
-    settings.sort(key=lambda setting: (cutter.balanced_s(setting), setting.rows))
-    found = SearchResult(num_settings=len(settings))
-    limit_s = np.inf
+    asked = {*settings}
+    estimates: dict[Setting, list[float]] = {}
     for setting in settings:
-        if cutter.balanced_s(setting) > _SLACK * limit_s or (
+        seconds = estimates.setdefault(stand_in(setting), [])
+        seconds.append(cutter.balanced_s(setting))
+    ordered = sorted(estimates, key=lambda own: (min(estimates[own]), own.rows))
+    found = SearchResult(num_settings=len(asked))
+    candidates = ListedCandidates(evaluator, asked)
+    limit_s = np.inf
+    for setting in ordered:
+        if min(estimates[setting]) > _SLACK * limit_s or (
             limit_s < np.inf and not cutter.may_fit(setting)
         ):
-            found.num_pruned += 1
+            found.num_pruned += len(estimates[setting])
             continue
         for cut in cutter.cuts(setting):
             # It is within a few percent of the step.
             if estimated_s(evaluator, cut) > _SLACK * limit_s:
                 continue
             evaluation = evaluator.evaluate(cut)
-            found.add(evaluation)
+            candidates.add(evaluation)
+            found.add(evaluation, is_asked=setting in asked)
             if evaluation.fits:
                 limit_s = min(limit_s, evaluation.step_s)
     if request.planner == "full":
+        improve = improved if request.stages is None else given_cut
         for start in found.take_starts():
-            found.add(improved(evaluator, start, request.remat))
+            better = improve(evaluator, start, request.remat)
+            candidates.add(better)
+            found.add(better, is_asked=better.cut.setting in asked)
+    for evaluation in candidates.best(request) if request.stages is None else ():
+        found.add(evaluation)
     return found
 
 
@@ -159,6 +175,14 @@ class _Cutter:
 
     def cuts(self, setting: Setting) -> Iterator[Cut]:
         """Yield cuts that may be good for a setting."""
+        if self._request.stages is not None:
+            for choice in self._request.remat:
+                yield Cut(
+                    setting=setting,
+                    stages=self._request.stages,
+                    remat=(choice,) * setting.num_stages,
+                )
+            return
         edges = self._evaluator.table.graph.edges
         seen = set()
         for division in self._found(setting):
@@ -314,12 +338,11 @@ class _Cutter:
             for producer, consumer in self._evaluator.table.graph.edges:
                 through = longest[producer] + loads[consumer]
                 longest[consumer] = max(longest[consumer], through)
-            final = works.gradient_sum_s(setting.replicas) + works.optimizer_s
             self._sums[key] = (
                 sum(loads),
                 max(longest),
                 float(weights.sum()),
-                float(final.sum()),
+                float(works.final_s(setting.replicas).sum()),
             )
         return self._sums[key]
 

@@ -1,12 +1,14 @@
 """What a plan may choose besides the stages, and in which order to try it."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal, get_args
 
 from torch_xla_pp.planner.evaluation import Evaluator, Setting
-from torch_xla_pp.planner.orders import MULTI, SCHEDULES
+from torch_xla_pp.planner.orders import LISTED, MULTI, SCHEDULES, takes
 from torch_xla_pp.planner.strategies import PRESETS, Strategy, strategies_for
+from torch_xla_pp.planner.work_costs import WorkTable
 
 PlannerName = Literal["full", "spp", "graphpipe", "pipedream"]
 PLANNERS: tuple[PlannerName, ...] = get_args(PlannerName)
@@ -29,6 +31,7 @@ class Request:
         meshes: Sizes of the axes data and model to try.
         remat: What stages may choose.
         planner: Which search: "full", or one of those that it is compared with.
+        stages: Stage of each work, if that is given.
 
     Raises:
         ValueError: A name is unknown or a count below one; all are told.
@@ -40,11 +43,24 @@ class Request:
     replicas: tuple[int, ...] | None = None
     microbatches: tuple[int, ...] | None = None
     stages_per_rank: tuple[int, ...] = (2,)
-    schedules: tuple[str, ...] = ("1f1b", "zb1p", "dag", "interleaved", "zbv")
+    schedules: tuple[str, ...] = (
+        "1f1b",
+        "zb1p",
+        "dag",
+        "interleaved",
+        "zbv",
+        "list",
+    )
     presets: tuple[str, ...] = PRESETS
     meshes: tuple[tuple[int, int], ...] | None = None
     remat: tuple[str, ...] = ("none", "full")
     planner: PlannerName = "full"
+    stages: tuple[int, ...] | None = None
+
+    @property
+    def num_given_stages(self) -> int | None:
+        """Number of the stages that are given, None if they are not."""
+        return None if self.stages is None else max(self.stages) + 1
 
     def __post_init__(self) -> None:
         faults = []
@@ -96,6 +112,8 @@ def _settings(request: Request, evaluator: Evaluator) -> Iterator[Setting]:
             if request.meshes is not None and mesh not in request.meshes:
                 continue
             for rows, count in _row_counts(request, replicas, num_ranks, strategy):
+                if not evaluator.table.takes(rows / strategy.data):
+                    continue
                 for name, stages in _families(request, is_chain):
                     setting = Setting(
                         num_ranks=num_ranks,
@@ -106,6 +124,8 @@ def _settings(request: Request, evaluator: Evaluator) -> Iterator[Setting]:
                         schedule=name,
                         stages_per_rank=stages,
                     )
+                    if request.num_given_stages not in (None, setting.num_stages):
+                        continue
                     if _is_possible(setting, evaluator.table.num_works):
                         yield setting
 
@@ -152,6 +172,9 @@ def _families(request: Request, is_chain: bool) -> Iterator[tuple[str, int]]:
     for name in request.schedules:
         if name == "zbv":
             yield name, 2
+        elif name == LISTED:
+            for stages in sorted({1, *request.stages_per_rank}):
+                yield name, stages
         elif name in MULTI:
             for stages in request.stages_per_rank:
                 if stages > 1:
@@ -167,10 +190,10 @@ def _is_possible(setting: Setting, num_works: int) -> bool:
         return False
     if setting.num_stages > num_works:
         return False
-    in_rounds = setting.schedule in ("interleaved", "zb1p")
-    if in_rounds and count % max(1, count // ranks):
-        return False
-    if setting.schedule == "zbv" and count < 2 * ranks - 1:
+    name = setting.schedule
+    if name == LISTED and setting.stages_per_rank > 1:
+        name = "interleaved"  # Which its cuts are found with.
+    if not takes(name, ranks, count):
         return False
     return 3 * count * setting.num_stages <= _MOST_ACTIONS
 
@@ -191,8 +214,27 @@ def _why_none(request: Request, evaluator: Evaluator) -> str:
             f"{request.devices_per_rank}, replicas {request.replicas}. Divisors of "
             f"{total} are {', '.join(map(str, _divisors(total)))}."
         )
+    measured = evaluator.table.measured
+    if measured is not None and [*_settings(request, _by_roofline(evaluator))]:
+        least, most = measured.range
+        return (
+            f"plan: costs were measured with {_counts(measured.rows)} rows: expected "
+            f"microbatches of {least} to {most} rows on a device, got none of "
+            f"{request.rows} rows and {_counts(request.microbatches or ())} "
+            "microbatches. Measure with other rows, or plan others."
+        )
     works = evaluator.table.num_works
     shapes = [*_shapes(request, evaluator)]
+    if request.stages is not None and any(
+        _settings(replace(request, stages=None), evaluator)
+    ):
+        return (
+            f"plan: expected ranks and stages per rank that make the "
+            f"{request.num_given_stages} given stages, got pipelines of "
+            f"{_listed(shapes, 0)} ranks, {', '.join(request.schedules)} and, where "
+            f"these take several, {', '.join(map(str, request.stages_per_rank))} "
+            "stages per rank. Change these, replicas, or the stages."
+        )
     divided = [ranks for ranks, r, _ in shapes if not request.rows % r]
     least = min(divided, default=0)
     if least > works:
@@ -203,14 +245,60 @@ def _why_none(request: Request, evaluator: Evaluator) -> str:
         )
     own = sorted({request.rows // r for _, r, _ in shapes if not request.rows % r})
     numbers = sorted({d for rows in own for d in _divisors(rows)})
+    near = _nearest_rows(request, evaluator, shapes)
+    change = f"take {near} rows" if near else "change the rows"
+    if counts := _nearest_counts(request, evaluator):
+        return (
+            f"plan: expected a number of microbatches that divides the rows of a "
+            f"replica, {', '.join(map(str, own))}, and that a schedule of "
+            f"{', '.join(request.schedules)} takes, got "
+            f"{', '.join(map(str, request.microbatches or ()))}. The nearest that work "
+            f"are {', '.join(map(str, counts))}; or {change}."
+        )
     return (
         f"plan: expected {request.rows} rows that replicas {_listed(shapes, 1)}, "
         f"microbatches {request.microbatches or 'of any number'} and the devices that "
         f"split a batch (up to {max(n for _, _, n in shapes)}) divide, and schedules "
         f"{', '.join(request.schedules)} that take them, got no setting that does. "
         "Numbers of microbatches that divide the rows of a replica are "
-        f"{', '.join(map(str, numbers)) or 'none'}; change the rows, or allow more."
+        f"{', '.join(map(str, numbers)) or 'none'}; {change}, or allow more."
     )
+
+
+def _by_roofline(evaluator: Evaluator) -> Evaluator:
+    return replace(evaluator, table=WorkTable(evaluator.table.graph))
+
+
+def _counts(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers)) or "any number of"
+
+
+def _nearest_counts(request: Request, evaluator: Evaluator) -> list[int]:
+    """Return the numbers of microbatches next to those asked that would do."""
+    if request.microbatches is None:
+        return []
+    asked = request.microbatches[0]
+    free = replace(request, microbatches=tuple(range(1, 2 * asked + 64)))
+    taken = {setting.num_microbatches for setting in _settings(free, evaluator)}
+    return sorted(sorted(taken, key=lambda count: (abs(count - asked), count))[:4])
+
+
+def _nearest_rows(
+    request: Request, evaluator: Evaluator, shapes: Sequence[tuple[int, int, int]]
+) -> int | None:
+    """Return the number of rows next to those asked with which there is a setting."""
+    near = set()
+    for (ranks, replicas, per_rank), count in product(
+        shapes, request.microbatches or (0,)
+    ):
+        for data in _divisors(per_rank):
+            unit = replicas * data * (count or ranks)
+            less = request.rows // unit * unit
+            near |= {less, less + unit} - {0}
+    for rows in sorted(near, key=lambda rows: (abs(rows - request.rows), rows)):
+        if any(_settings(replace(request, rows=rows), evaluator)):
+            return rows
+    return None
 
 
 def _listed(shapes: list[tuple[int, int, int]], item: int) -> str:

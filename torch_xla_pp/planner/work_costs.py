@@ -8,7 +8,7 @@ Source of the roofline: Williams, Waterman and Patterson, "Roofline: An Insightf
 Visual Performance Model for Multicore Architectures", CACM 2009.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_xla_pp.planner.devices import Cluster
+from torch_xla_pp.planner.measured_costs import MeasuredCosts, RowSeconds, WorkSeconds
 from torch_xla_pp.planner.strategies import Strategy, ring_s
 from torch_xla_pp.work import Cost, Work, WorkGraph
 
@@ -31,9 +32,11 @@ class WorkTable:
 
     Args:
         graph: The works.
+        measured: What the works were measured to take, None for rooflines.
     """
 
     graph: WorkGraph
+    measured: MeasuredCosts | None = None
     _split: dict[int, Array] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -53,6 +56,28 @@ class WorkTable:
             np.array([_numbers(of(work)) for work in self.graph.works]) for of in kinds
         )
         return forward, backward_input, backward_weight
+
+    @cached_property
+    def measured_lines(self) -> Mapping[str, Array]:
+        """F, B, I and W → seconds per row and fixed of each work: (works, 2)."""
+        kinds: Mapping[str, Callable[[WorkSeconds], RowSeconds]] = {
+            "F": lambda work: work.forward,
+            "B": lambda work: work.backward,
+            "I": lambda work: work.backward_input,
+            "W": lambda work: work.backward_weight,
+        }
+        found = [] if self.measured is None else self.measured.of(self.graph.works)
+        return {
+            kind: np.array([(of(x).seconds_per_row, of(x).seconds) for x in found])
+            for kind, of in kinds.items()
+        }
+
+    def takes(self, rows: float) -> bool:
+        """Tell if times are known for so many rows on a device."""
+        if self.measured is None:
+            return True
+        least, most = self.measured.range
+        return least <= rows <= most
 
     def saved(self, remat: str, rows: float) -> Array:
         """Return what each work keeps for its backward."""
@@ -107,6 +132,28 @@ class WorkTable:
         )
 
     @cached_property
+    def uses(self) -> NDArray[np.int_]:
+        """Number of a value and place of a work that uses it: (uses, 2)."""
+        return _pairs(self.users)
+
+    @cached_property
+    def keeping(self) -> NDArray[np.int_]:
+        """Number of a value and place of a work that keeps it: (keepers, 2)."""
+        return _pairs(self.keepers)
+
+    @cached_property
+    def have_gradients(self) -> NDArray[np.bool_]:
+        """Whether each value has a gradient."""
+        return np.array([v.has_gradient for v in self.graph.values], dtype=bool)
+
+    @cached_property
+    def outputs(self) -> tuple[int, ...]:
+        """Numbers of the values that the model returns."""
+        names = set(self.graph.outputs)
+        values = enumerate(self.graph.values)
+        return tuple(number for number, value in values if value.name in names)
+
+    @cached_property
     def ties(self) -> Mapping[str, tuple[tuple[int, int], ...]]:
         """Name of each tied group → place of each work that uses it, and its bytes."""
         found: dict[str, list[tuple[int, int]]] = {}
@@ -135,6 +182,7 @@ class WorkCosts:
     strategy: Strategy
     rows: int
     optimizer_bytes: float
+    _final: dict[int, Array] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def device_rows(self) -> float:
@@ -155,7 +203,7 @@ class WorkCosts:
     @cached_property
     def seconds(self) -> tuple[Array, Array, Array]:
         """What F, I and W of each work take, with collectives."""
-        forward, inputs, weights = (self._roofline(c) for c in self.table.costs)
+        forward, inputs, weights = self._alone
         gather, scatter = self._fsdp_s
         reduce_outputs, reduce_inputs = self._tensor_s
         return (
@@ -185,6 +233,17 @@ class WorkCosts:
         return {r: self.table.saved(r, rows) * share for r in ("none", "full")}
 
     @cached_property
+    def running_bytes(self) -> Array:
+        """A guess of what each work holds while it runs, besides what it keeps."""
+        table = self.table
+        producers = np.array(table.producers, dtype=int)
+        made = producers >= 0
+        found = self.saved["none"].copy()
+        np.add.at(found, table.uses[:, 1], self.value_bytes[table.uses[:, 0]])
+        np.add.at(found, producers[made], self.value_bytes[made])
+        return found + self.gathered_bytes if self.strategy.has_fsdp else found
+
+    @cached_property
     def passed(self) -> Array:
         """Bytes that each work keeps from I to W."""
         return self.table.passed_per_row * self.device_rows * self.share
@@ -207,6 +266,12 @@ class WorkCosts:
         moved = self.parameter_bytes * (2 + self.optimizer_bytes)
         return moved / self.cluster.device.bytes_per_s
 
+    def final_s(self, replicas: int) -> Array:
+        """Return what each work takes at the end of a step, which is kept."""
+        if replicas not in self._final:
+            self._final[replicas] = self.gradient_sum_s(replicas) + self.optimizer_s
+        return self._final[replicas]
+
     def gradient_sum_s(self, replicas: int) -> Array:
         """Return what the sum of each work's gradients takes at the end of a step."""
         device, link = self.cluster.device, self.cluster.network.default
@@ -215,6 +280,29 @@ class WorkCosts:
             per_s = device.link_bytes_per_s
             found += _ring(self.parameter_bytes, self.strategy.data, per_s, 0.0) * 2
         return found + 2 * _ring(self.parameter_bytes, replicas, link.bytes_per_s, 0.0)
+
+    @cached_property
+    def split_s(self) -> Array:
+        """What a backward of each work takes longer where it is split in two."""
+        if self.table.measured is None:
+            return np.zeros(self.table.num_works)
+        _, inputs, _ = self._alone
+        return self._measured("I") - inputs
+
+    @cached_property
+    def _alone(self) -> tuple[Array, Array, Array]:
+        """What F, I and W of each work take, without collectives."""
+        if self.table.measured is None:
+            forward, inputs, weights = (self._roofline(c) for c in self.table.costs)
+            return forward, inputs, weights
+        weights = self._measured("W")
+        whole = np.maximum(self._measured("B"), weights)
+        return self._measured("F"), whole - weights, weights
+
+    def _measured(self, kind: str) -> Array:
+        lines = self.table.measured_lines[kind]
+        found: Array = (lines[:, 0] * self.device_rows + lines[:, 1]) * self.share
+        return found
 
     def _roofline(self, cost: Array) -> Array:
         device, rows = self.cluster.device, self.device_rows
@@ -272,6 +360,12 @@ def _ring(sizes: Array, count: int, bytes_per_s: float, latency_s: float) -> Arr
     seconds = latency_s + (count - 1) / count * sizes / bytes_per_s
     found: Array = np.where(sizes > 0, seconds, 0.0)
     return found
+
+
+def _pairs(members: Sequence[Sequence[int]]) -> NDArray[np.int_]:
+    """Return the number of each group with each of its members."""
+    pairs = [(number, place) for number, own in enumerate(members) for place in own]
+    return np.array(pairs, dtype=int).reshape(-1, 2)
 
 
 def _numbers(cost: Cost) -> tuple[float, float, float, float]:

@@ -116,9 +116,10 @@ class StageOutputs:
         if not is_trained:
             specs = tuple(replace(spec, requires_grad=False) for spec in specs)
         value, grads = loss(output, specs, target, plan.rows, marks, self.last)
-        self._saved.note_run(loss.extra_bytes)
         if grads is None:
             return self._differentiate(compiled, self.last, value, loss.scale)
+        self._take_output(self.last)
+        self._saved.note_run(loss.extra_bytes)
         self._put_grads(compiled, self.last, grads)
         return value
 
@@ -177,10 +178,14 @@ class StageOutputs:
         tangents: dict[str, Tensor],
     ) -> None:
         """Keep gradients in the place of the output that they are for."""
-        if self._saved.has("output", microbatch):
-            self._saved.take("output", microbatch)
+        self._take_output(microbatch)
         if tangents:
             self._saved.put("loss", microbatch, tangents, compiled.sizes)
+
+    def _take_output(self, microbatch: int) -> None:
+        """Keep an output no longer than the next program needs it."""
+        if self._saved.has("output", microbatch):
+            self._saved.take("output", microbatch)
 
     @functools.cached_property
     def _nothing(self) -> Tensor:

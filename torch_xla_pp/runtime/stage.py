@@ -7,13 +7,14 @@ transport, and between stages of one rank, the call itself does both. What happe
 a step is in `RankPipeline`, what the stage consists of in `StageModel`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torch_xla_pp import cpu
 from torch_xla_pp.compile import (
     Explanation,
     Remat,
@@ -25,7 +26,7 @@ from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.mesh import AUTO, BatchAxis, LogicalAxes, Sharding
 from torch_xla_pp.plan import InputsFrom
 from torch_xla_pp.runtime.outputs import StageOutputs
-from torch_xla_pp.runtime.rank import RankPipeline, Run
+from torch_xla_pp.runtime.rank import LocalStage, RankPipeline, Run
 from torch_xla_pp.runtime.stage_model import (
     StageModel,
     StageOptions,
@@ -40,6 +41,7 @@ from torch_xla_pp.runtime.wrong_input import (
 )
 from torch_xla_pp.schedule import Kind
 from torch_xla_pp.state import (
+    HeldBytes,
     SavedValues,
     StageMemory,
     optimizer_bytes,
@@ -156,7 +158,7 @@ class PipelineStage(SilentStage):
             self.model = StageModel(
                 submodule, stage_index, num_stages, self.process_group, others, options
             )
-        self.saved = SavedValues()
+        self.saved = SavedValues(most_late=cpu.most_freed_late())
         self.outputs = StageOutputs(self.model.world, self.saved)
         self.num_steps = 0
         self._rank: RankPipeline | None = None
@@ -263,6 +265,7 @@ class PipelineStage(SilentStage):
     def begin_step(self, rank: RankPipeline, *, wants_outputs: bool) -> None:
         """Begin a step under a schedule."""
         self._rank = rank
+        self.saved.share(rank.stages[0].saved)
         self.num_steps += 1
         self.outputs.is_wanted = wants_outputs
         self.model.begin_step(rank.observer)
@@ -296,13 +299,17 @@ class PipelineStage(SilentStage):
         Optimizers are looked for among all objects of the process, which takes a tenth
         of a second.
         """
-        return StageMemory(
-            num_live=self.saved.most_live,
-            saved_bytes=self.saved.most_bytes,
-            state_bytes=self.model.state.num_bytes + self.model.sums.num_bytes,
-            active_bytes=self.saved.most_active_bytes,
-            optimizer_bytes=optimizer_bytes(self.submod.parameters()),
-        )
+        return _memory_of([self], self.saved.own)
+
+    def rank_memory(self) -> StageMemory:
+        """Return what all stages of this rank held at most at once, likewise.
+
+        That is less than the sum of their own peaks, which are at other times.
+
+        Raises:
+            PipelineError: No schedule has begun a step.
+        """
+        return _memory_of(self.rank.stages, self.saved.of_rank)
 
     def explain(self) -> Explanation:
         """Return what the stage costs on each device in the last step, to be printed.
@@ -383,3 +390,18 @@ class PipelineStage(SilentStage):
             if name not in found:
                 found[name] = self.model.world.zeros(run.compiled.outputs[index])
         return found
+
+
+def _memory_of(stages: Sequence[LocalStage], held: HeldBytes) -> StageMemory:
+    """Return what stages of a rank held together in the last step."""
+    models = [stage.model for stage in stages]
+    parameters = [p for stage in stages for p in stage.submod.parameters()]
+    return StageMemory(
+        num_live=held.most_live,
+        saved_bytes=held.most_saved,
+        passed_bytes=held.most_passed,
+        held_bytes=held.most_held,
+        state_bytes=sum(m.state.num_bytes + m.sums.num_bytes for m in models),
+        active_bytes=held.most_active,
+        optimizer_bytes=optimizer_bytes(parameters),
+    )

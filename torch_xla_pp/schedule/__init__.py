@@ -1,7 +1,7 @@
 """WHEN: the order of actions on each rank, as data."""
 
 from torch_xla_pp.schedule.action import KINDS, Action, Kind
-from torch_xla_pp.schedule.builders.dag import dag_1f1b
+from torch_xla_pp.schedule.builders.list_scheduling import dag_1f1b, list_schedule
 from torch_xla_pp.schedule.builders.looped import (
     gpipe,
     interleaved_1f1b,
@@ -26,6 +26,7 @@ __all__ = [
     "givers_of",
     "gpipe",
     "interleaved_1f1b",
+    "list_schedule",
     "one_f_one_b",
     "peak_live",
     "verify",

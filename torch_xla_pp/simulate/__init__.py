@@ -8,6 +8,7 @@ from torch_xla_pp.simulate.costs import (
     stage_seconds,
 )
 from torch_xla_pp.simulate.estimated import estimated_costs
+from torch_xla_pp.simulate.expected import expected_step_s
 from torch_xla_pp.simulate.measured import measured_costs, measured_network
 from torch_xla_pp.simulate.network import Link, Network
 from torch_xla_pp.simulate.seconds import StepOrder, step_seconds
@@ -22,6 +23,7 @@ __all__ = [
     "chain_flows",
     "edge_flows",
     "estimated_costs",
+    "expected_step_s",
     "measured_costs",
     "measured_network",
     "simulate",

@@ -50,6 +50,8 @@ class Costs:
         passed_bytes: Stage → bytes kept from its I to its W besides.
         final_s: Stage → what it takes after the last action of a step: sums of
             gradients, and the optimizer. It is no part of a `Timeline`.
+        samples: Times that were measured of what `seconds` has the means of, from
+            which `expected_step_s` draws; empty if they are not known.
 
     Raises:
         ValueError: A time is negative.
@@ -60,10 +62,13 @@ class Costs:
     saved_bytes: Mapping[int, int] = field(default_factory=dict)
     passed_bytes: Mapping[int, int] = field(default_factory=dict)
     final_s: Mapping[int, float] = field(default_factory=dict)
+    samples: Mapping[tuple[int, Kind], tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         faulty = {f"{s}{k}": t for (s, k), t in self.seconds.items() if not t >= 0}
         faulty |= {f"end of {s}": t for s, t in self.final_s.items() if not t >= 0}
+        sampled = ((key, t) for key, found in self.samples.items() for t in found)
+        faulty |= {f"sample of {s}{k}": t for (s, k), t in sampled if not t >= 0}
         if faulty:
             raise ValueError(
                 "costs: expected times of at least 0 s, got "

@@ -16,9 +16,9 @@ def measured_costs(
 ) -> Costs:
     """Return what actions took on average.
 
-    An action is charged the time from the end of the one before on its rank, so that
-    gaps count, which the host or a loss function may have caused. It is not charged
-    for waiting.
+    The times themselves are kept as samples. An action is charged the time from the
+    end of the one before on its rank, so that gaps count, which the host or a loss
+    function may have caused. It is not charged for waiting.
 
     Args:
         timelines: Steps of the same stages; several schedules together may have all
@@ -38,6 +38,7 @@ def measured_costs(
     num_stages = 1 + max((stage for stage, _ in times), default=0)
     return Costs(
         seconds={key: fmean(found) for key, found in sorted(times.items())},
+        samples={key: tuple(found) for key, found in sorted(times.items())},
         flows=_flows_in(timelines, num_stages) if flows is None else tuple(flows),
     )
 

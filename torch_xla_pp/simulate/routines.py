@@ -50,6 +50,7 @@ class Routine:
     """What all actions of one stage and kind have in common."""
 
     seconds: float
+    samples: tuple[float, ...]
     phase: Phase
     receives: tuple[Mailbox, ...]
     sends: tuple[Mailbox, ...]
@@ -68,6 +69,7 @@ def routines_of(costs: Costs, routes: Routes) -> dict[tuple[int, Kind], Routine]
         phase = stage, PHASES[kind]
         routines[stage, kind] = Routine(
             seconds=seconds,
+            samples=costs.samples.get((stage, kind), (seconds,)),
             phase=phase,
             receives=tuple(mailboxes[i] for i in routes.receives.get(phase, ())),
             sends=tuple(mailboxes[i] for i in routes.sends.get(phase, ())),

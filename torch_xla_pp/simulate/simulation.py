@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from random import Random
 
 from torch_xla_pp.schedule import Schedule, carriers_of, verify
 from torch_xla_pp.simulate.costs import Costs
@@ -24,7 +25,11 @@ from torch_xla_pp.timeline import Span, Timeline, Transfer, peak_saved
 
 
 def simulate(
-    schedule: Schedule, costs: Costs, network: Network | None = None
+    schedule: Schedule,
+    costs: Costs,
+    network: Network | None = None,
+    *,
+    random: Random | None = None,
 ) -> Timeline:
     """Return the timeline of a step that starts at 0 on all ranks.
 
@@ -33,6 +38,7 @@ def simulate(
             missing, see `verify`.
         costs: What they take, send and keep.
         network: The links between ranks; None for messages that take no time.
+        random: Draws the time of each action from `costs.samples`; None for means.
 
     Raises:
         ScheduleError: The schedule cannot run to its end.
@@ -42,7 +48,7 @@ def simulate(
     _check(schedule, costs)
     routes = Routes.of(costs.flows, placement, network or Network())
     with _without_collector():
-        run = _Run(schedule, costs, routes)
+        run = _Run(schedule, costs, routes, random)
         if not run.is_complete or _is_spread(schedule):
             _refuse(schedule, costs)
         return run.timeline(costs)
@@ -51,10 +57,13 @@ def simulate(
 class _Run:
     """A run of all ranks, as far as they get."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, routes: Routes) -> None:
+    def __init__(
+        self, schedule: Schedule, costs: Costs, routes: Routes, random: Random | None
+    ) -> None:
         self._spans: list[list[Span]] = [[] for _ in schedule.actions]
         self._transfers: list[Transfer] = []
         self._rows = schedule.actions
+        self._random = random
         self._routines = routines_of(costs, routes)
         self._done: set[tuple[Phase, int]] = set()
         self._awake = deque(range(len(self._rows)))
@@ -88,7 +97,7 @@ class _Run:
             start_s = self._start_s(rank, routine, microbatch, free_s)
             if start_s is None:
                 return
-            end_s = start_s + routine.seconds
+            end_s = start_s + self._seconds(routine)
             spans.append(
                 Span(
                     rank=rank,
@@ -102,6 +111,11 @@ class _Run:
             )
             self._finish(routine, microbatch, end_s)
             free_s = end_s
+
+    def _seconds(self, routine: Routine) -> float:
+        if self._random is None:
+            return routine.seconds
+        return self._random.choice(routine.samples)
 
     def _start_s(
         self, rank: int, routine: Routine, microbatch: int, free_s: float

@@ -2,6 +2,7 @@
 
 from torch_xla_pp.state.module_state import ModuleState
 from torch_xla_pp.state.saved import (
+    HeldBytes,
     SavedKind,
     SavedValues,
     StageMemory,
@@ -10,6 +11,7 @@ from torch_xla_pp.state.saved import (
 )
 
 __all__ = [
+    "HeldBytes",
     "ModuleState",
     "SavedKind",
     "SavedValues",

@@ -6,12 +6,15 @@ Programs of a device run one after another, in the order in which they were enqu
 all of that is known when they are enqueued. Not counted are the batch, what
 programs other than the stage's need (an optimizer's, say), and messages that have
 arrived before the program that receives them.
+
+A value is freed *late* if the program behind the one that has read it takes new memory
+before, as for small values on CPU devices.
 """
 
 import gc
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -47,18 +50,92 @@ def total_bytes(values: Mapping[str, Tensor], sizes: dict[str, int]) -> int:
     return sum(map(sizes.__getitem__, values))
 
 
-class SavedValues:
-    """A stage's saved activations and the like, and their bytes on one device.
+class Size(NamedTuple):
+    """What values take on one device.
 
     Attributes:
-        most_bytes: The most bytes that were held since the last `clear`.
-        most_active_bytes: The most while a program ran, with what it took.
+        num_bytes: All of them.
+        late_bytes: Those that are freed late.
+    """
+
+    num_bytes: int
+    late_bytes: int
+
+
+class HeldBytes:
+    """What lies on a device as programs are enqueued, in bytes, and the most of it.
+
+    Attributes:
+        num_bytes: How many are held now.
         most_live: The most microbatches that waited for their backward.
+        most_saved: The most bytes that were held at once, but for what is passed on.
+        most_passed: The most that backwards of inputs passed on to those of weights.
+        most_held: The most bytes that were held at once.
+        most_active: The most while a program ran, with what it took.
     """
 
     def __init__(self) -> None:
+        # Of microbatches, and of bytes; late ones are in no other number.
+        self._live = self._passed = self._taken = 0
+        self._taken_late = self._late = 0
+        self.num_bytes = self.most_live = 0
+        self.most_saved = self.most_passed = self.most_held = self.most_active = 0
+
+    def put(self, kind: SavedKind, size: Size, kept_bytes: int) -> None:
+        """Count values that the last program has made, or has read and left.
+
+        Args:
+            kind: What they are.
+            size: Their size.
+            kept_bytes: Late bytes of those that it has read.
+        """
+        self.num_bytes += size.num_bytes
+        self._late -= kept_bytes
+        self._live += kind == "saved"
+        self._passed += size.num_bytes if kind == "residual" else 0
+        self.most_live = max(self.most_live, self._live)
+        self.most_passed = max(self.most_passed, self._passed)
+        self.most_saved = max(self.most_saved, self.num_bytes - self._passed)
+        self.most_held = max(self.most_held, self.num_bytes)
+
+    def take(self, kind: SavedKind, size: Size) -> None:
+        """Count values as those that the next program reads."""
+        self.num_bytes -= size.num_bytes
+        self._taken += size.num_bytes
+        self._taken_late += size.late_bytes
+        self._live -= kind == "saved"
+        self._passed -= size.num_bytes if kind == "residual" else 0
+
+    def run(self, extra_bytes: int) -> None:
+        """Count a program that reads what was taken since the last one.
+
+        Args:
+            extra_bytes: What it needs of its own on a device.
+        """
+        active = self.num_bytes + self._late + self._taken + extra_bytes
+        self.most_active = max(self.most_active, active)
+        self._late, self._taken, self._taken_late = self._taken_late, 0, 0
+
+
+class SavedValues:
+    """A stage's saved activations and the like, and their bytes on one device.
+
+    Args:
+        most_late: Size of the largest values that are freed late, zero if none are.
+
+    Attributes:
+        own: What the stage holds.
+        of_rank: What all stages of the rank hold that share it.
+    """
+
+    def __init__(self, *, most_late: int = 0) -> None:
+        self._most_late = most_late
         self._values: dict[tuple[SavedKind, int], dict[str, Tensor]] = {}
-        self._bytes: dict[tuple[SavedKind, int], int] = {}
+        self._sizes: dict[tuple[SavedKind, int], Size] = {}
+        # Names of what the last program has read, and of what the next one will.
+        self._read: set[str] = set()
+        self._taken: set[str] = set()
+        self.of_rank = HeldBytes()
         self.clear()
 
     def __len__(self) -> int:
@@ -67,14 +144,18 @@ class SavedValues:
     @property
     def num_bytes(self) -> int:
         """Return how many bytes are held now."""
-        return self._total
+        return self.own.num_bytes
 
     def clear(self) -> None:
         """Drop everything and count afresh."""
         self._values.clear()
-        self._bytes.clear()
-        self._total = self._taken = self._num_live = 0
-        self.most_bytes = self.most_active_bytes = self.most_live = 0
+        self._sizes.clear()
+        self._read, self._taken = set(), set()
+        self.own = HeldBytes()
+
+    def share(self, first: "SavedValues") -> None:
+        """Count what the rank holds together with its first stage, from now on."""
+        self.of_rank = HeldBytes() if first is self else first.of_rank
 
     def put(
         self,
@@ -84,13 +165,14 @@ class SavedValues:
         sizes: dict[str, int],
     ) -> None:
         """Keep the values of a microbatch until they are taken; `sizes` is for them."""
-        key = (kind, microbatch)
-        self._values[key] = values
-        self._bytes[key] = total_bytes(values, sizes)
-        self._total += self._bytes[key]
-        self._num_live += kind == "saved"
-        self.most_bytes = max(self.most_bytes, self._total)
-        self.most_live = max(self.most_live, self._num_live)
+        num_bytes = total_bytes(values, sizes)
+        late = {x: sizes[x] for x in values if sizes[x] <= self._most_late}
+        size = Size(num_bytes, sum(late.values()))
+        kept_bytes = sum(late[x] for x in late.keys() & self._read)
+        self._values[kind, microbatch] = values
+        self._sizes[kind, microbatch] = size
+        for held in (self.own, self.of_rank):
+            held.put(kind, size, kept_bytes)
 
     def has(self, kind: SavedKind, microbatch: int) -> bool:
         """Return whether there is something to take."""
@@ -98,12 +180,12 @@ class SavedValues:
 
     def take(self, kind: SavedKind, microbatch: int) -> dict[str, Tensor]:
         """Return values, which count only until the next program has run."""
-        key = (kind, microbatch)
-        num_bytes = self._bytes.pop(key)
-        self._total -= num_bytes
-        self._taken += num_bytes
-        self._num_live -= kind == "saved"
-        return self._values.pop(key)
+        size = self._sizes.pop((kind, microbatch))
+        for held in (self.own, self.of_rank):
+            held.take(kind, size)
+        values = self._values.pop((kind, microbatch))
+        self._taken.update(values)
+        return values
 
     def note_run(self, extra_bytes: int) -> None:
         """Count a program that reads what was taken since the last one.
@@ -111,27 +193,33 @@ class SavedValues:
         Args:
             extra_bytes: What it needs of its own on a device.
         """
-        active = self._total + self._taken + extra_bytes
-        self.most_active_bytes = max(self.most_active_bytes, active)
-        self._taken = 0
+        self._read, self._taken = self._taken, set()
+        for held in (self.own, self.of_rank):
+            held.run(extra_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMemory:
-    """The most that a stage held on one device in a step.
+    """The most that a stage, or all of a rank, held on one device in a step.
 
     Args:
-        num_live: Microbatches between their forward and the end of their backward.
-        saved_bytes: The most that was held between two programs: saved values of those
-            microbatches, gradients of losses, and outputs that were kept.
+        num_live: Microbatches between their forward and the end of their backward,
+            each for every stage.
+        saved_bytes: The most that was held between two programs of what forwards have
+            saved for those microbatches, gradients of losses, and outputs.
+        passed_bytes: The most that backwards of inputs had left for those of weights;
+            it need not have been at the same time.
+        held_bytes: The most that was held of both at once.
         state_bytes: Parameters, buffers, gradients and their sums.
         active_bytes: The most that was held while a program ran, and all that this
-            program takes: its temporaries and results.
+            program takes: its temporaries and results, and what is freed late.
         optimizer_bytes: What optimizers keep for the parameters now.
     """
 
     num_live: int
     saved_bytes: int
+    passed_bytes: int = 0
+    held_bytes: int = 0
     state_bytes: int
     active_bytes: int = 0
     optimizer_bytes: int = 0
@@ -139,24 +227,29 @@ class StageMemory:
     @property
     def peak_bytes(self) -> int:
         """Return all that was held at most."""
-        running = max(self.active_bytes, self.saved_bytes)
-        return self.state_bytes + self.optimizer_bytes + running
+        return self.state_bytes + self.optimizer_bytes + self._running_bytes
+
+    @property
+    def _running_bytes(self) -> int:
+        return max(self.active_bytes, self.held_bytes, self.saved_bytes)
 
     def __str__(self) -> str:
-        peak, state, optimizer, active, saved = (
+        peak, state, optimizer, active, saved, passed = (
             f"{count / 2**20:.1f}"
             for count in (
                 self.peak_bytes,
                 self.state_bytes,
                 self.optimizer_bytes,
-                max(self.active_bytes, self.saved_bytes),
+                self._running_bytes,
                 self.saved_bytes,
+                self.passed_bytes,
             )
         )
+        for_weights = f", and I left up to {passed} for W" if self.passed_bytes else ""
         return (
             f"{peak} MiB on a device: {state} of parameters, buffers and gradients, "
             f"{optimizer} of optimizers, {active} in programs and between them, where "
-            f"up to {self.num_live} microbatches saved {saved}"
+            f"up to {self.num_live} microbatches saved {saved}{for_weights}"
         )
 
 

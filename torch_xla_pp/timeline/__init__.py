@@ -1,6 +1,7 @@
 """What every rank did in a step, and when: measured or predicted."""
 
 from torch_xla_pp.timeline.chrome import to_chrome
+from torch_xla_pp.timeline.figure import new_figure
 from torch_xla_pp.timeline.gantt import to_picture
 from torch_xla_pp.timeline.merge import merge
 from torch_xla_pp.timeline.span import Span, Transfer
@@ -21,6 +22,7 @@ __all__ = [
     "Timeline",
     "Transfer",
     "merge",
+    "new_figure",
     "peak_saved",
     "summarize",
     "to_chrome",

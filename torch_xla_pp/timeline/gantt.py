@@ -4,12 +4,12 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_xla_pp.timeline.figure import new_figure
 from torch_xla_pp.timeline.span import Span
 from torch_xla_pp.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _COLOURS = {"F": "#72a0c8", "B": "#76b76f", "I": "#8ed0c8", "W": "#efcf60"}
 _OTHER_COLOUR = "#c79bc0"
@@ -37,7 +37,7 @@ def to_picture(timeline: Timeline, path: str | Path) -> None:
         ModuleNotFoundError: matplotlib is not installed.
         ValueError: matplotlib does not know the format.
     """
-    figure = _empty_figure(timeline.num_ranks)
+    figure = new_figure(_INCHES, 1.2 + 0.35 * timeline.num_ranks)
     axes = figure.add_subplot()
     _draw_bars(axes, timeline)
     _draw_numbers(axes, timeline)
@@ -48,17 +48,6 @@ def to_picture(timeline: Timeline, path: str | Path) -> None:
     axes.set_xlim(0, timeline.step_s * 1e3 or 1.0)
     axes.set_xlabel("ms")
     figure.savefig(path, bbox_inches="tight")
-
-
-def _empty_figure(num_ranks: int) -> "Figure":
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "timeline: expected matplotlib, which draws pictures, got an environment "
-            "without it. Run `pip install matplotlib`, or write a trace instead."
-        ) from error
-    return Figure(figsize=(_INCHES, 1.2 + 0.35 * num_ranks))
 
 
 def _draw_bars(axes: "Axes", timeline: Timeline) -> None:

@@ -1,6 +1,7 @@
 """What a model costs, part by part; reading it needs no torch."""
 
 from torch_xla_pp.work.amount import Amount, Cost
-from torch_xla_pp.work.work_graph import Work, WorkGraph, WorkParameter, WorkValue
+from torch_xla_pp.work.work_graph import WorkGraph
+from torch_xla_pp.work.works import Work, WorkParameter, WorkValue
 
 __all__ = ["Amount", "Cost", "Work", "WorkGraph", "WorkParameter", "WorkValue"]

@@ -11,94 +11,16 @@ so that a value goes to later works only, and there is no cycle.
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from torch_xla_pp import record
-from torch_xla_pp.work.amount import Amount, Cost
+from torch_xla_pp.work.amount import Cost
+from torch_xla_pp.work.repeated import LayeredModel
+from torch_xla_pp.work.works import Work, WorkValue
 
 _FORMAT = "torch_xla_pp work 1"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkParameter:
-    """A parameter that a work uses.
-
-    Args:
-        name: Its name in the model.
-        shape: Its shape.
-        dtype: Its dtype without "torch.", such as "float32".
-        bytes: Its size.
-        tied: Name of its group if several works use it, else None. It is equal in
-            all works that share it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    tied: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkValue:
-    """A tensor that goes from one work to others.
-
-    Args:
-        name: FX node name.
-        bytes_per_row: Its size for each row; 0 if the batch is not in it.
-        bytes: Its size besides, whatever the rows.
-        has_gradient: Whether its users send a gradient of the same size back.
-        producer: Name of the work that makes it, None for an input of the model.
-        users: Names of the works that use it, in program order.
-        kept_by: Names of those works, users or the producer, whose backward reads
-            it: a stage with one of them keeps the value, once, from its forward to
-            its backward.
-    """
-
-    name: str
-    bytes_per_row: float
-    bytes: int
-    has_gradient: bool
-    producer: str | None
-    users: tuple[str, ...]
-    kept_by: tuple[str, ...] = ()
-
-    @property
-    def size(self) -> Amount:
-        """Return its size as an amount."""
-        return Amount(bytes_per_row=self.bytes_per_row, bytes=self.bytes)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """A part of a model that is never cut.
-
-    Args:
-        name: Its name, for example that of its last operation.
-        ops: FX node names of the exported graph, in program order.
-        module: Path of the module that it is in, for printing.
-        digest: A text that is equal for works that cost the same.
-        forward: Cost of F.
-        backward_input: Cost of I.
-        backward_weight: Cost of W; B costs as much as I and W.
-        saved: How much to compute again, "none" or "full" → what is kept from F to B
-            (or to W). Values between works are not in it: see `WorkValue.kept_by`.
-        passed_bytes_per_row: What is kept from I to W for each row.
-        parameters: What it uses.
-    """
-
-    name: str
-    ops: tuple[str, ...]
-    module: str
-    digest: str
-    forward: Cost
-    backward_input: Cost
-    backward_weight: Cost
-    saved: Mapping[str, Amount]
-    passed_bytes_per_row: float = 0.0
-    parameters: tuple[WorkParameter, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +32,10 @@ class WorkGraph:
         values: What goes between them, into the first and out of the last ones.
         rows: Rows with which the model was traced.
         outputs: Names of the values that the model returns.
+        op_digests: Name of each operation → a text of what it is and what it takes,
+            and the same of what the model returns; empty if nothing was traced.
+        unknown_ops: Operations whose FLOPs are unknown → their share of all bytes.
+        has_loss: Whether the cost of the loss is in that of the last work.
         source: Where it comes from, for printing.
 
     Raises:
@@ -120,6 +46,9 @@ class WorkGraph:
     values: tuple[WorkValue, ...]
     rows: int
     outputs: tuple[str, ...]
+    op_digests: Mapping[str, str] = field(default_factory=dict)
+    unknown_ops: Mapping[str, float] = field(default_factory=dict)
+    has_loss: bool = False
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -165,19 +94,66 @@ class WorkGraph:
 
     @cached_property
     def digest(self) -> str:
-        """A text of operations, edges and parameters' shapes, but of no batch."""
-        parts = [
-            (w.ops, [(p.name, p.shape, p.dtype, p.tied) for p in w.parameters])
-            for w in self.works
-        ]
-        values = [(v.name, v.producer, v.users) for v in self.values]
-        text = repr((parts, values, self.outputs))
+        """A text of operations, edges and parameters' shapes, but of no batch.
+
+        Of a traced model it does not depend on how operations are put into works.
+        """
+        held = {
+            (p.name, p.shape, p.dtype) for work in self.works for p in work.parameters
+        }
+        parts: object = sorted(self.op_digests.items())
+        if not self.op_digests:
+            values = [(v.name, v.producer, v.users) for v in self.values]
+            parts = [work.ops for work in self.works], values, self.outputs
+        text = repr((sorted(held), parts))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def predecessors(self, work: str) -> tuple[str, ...]:
         """Return the names of the works whose values a work uses."""
         place = self.index[work]
         return tuple(self.works[p].name for p, c in self.edges if c == place)
+
+    def with_loss(self, cost: Cost) -> "WorkGraph":
+        """Return the work with a loss of the model's outputs.
+
+        Its program runs with the backward of the work that makes the last output.
+
+        Args:
+            cost: What the loss and its gradient cost together.
+
+        Raises:
+            ValueError: No work makes an output, or there is a loss already.
+        """
+        made = {v.name: v.producer for v in self.values if v.producer is not None}
+        homes = [self.index[made[name]] for name in self.outputs if name in made]
+        if self.has_loss or not homes:
+            raise ValueError(
+                "work graph: expected outputs that works make, and no loss so far, got "
+                f"outputs {', '.join(self.outputs) or 'none'}"
+                f"{' and a loss' if self.has_loss else ''}. Trace the model with one."
+            )
+        last = self.works[max(homes)]
+        changed = replace(last, backward_input=last.backward_input + cost)
+        works = tuple(changed if work is last else work for work in self.works)
+        return replace(self, works=works, has_loss=True)
+
+    def repeated(self, path: str, count: int) -> "WorkGraph":
+        """Return the work of a model that has more equal layers in a row.
+
+        For plans of deep models that are not there: costs are those of the layers that
+        were traced, and operations have names that no model has.
+
+        Args:
+            path: Path of the layers, such as "layers" for `layers.0`, `layers.1`, …
+            count: How many there are to be in all.
+
+        Raises:
+            ValueError: No two layers of that path are equal neighbours, or there are
+                more of them already.
+        """
+        model = LayeredModel(self.works, self.values, self.outputs)
+        works, values = model.repeated(path, count)
+        return replace(self, works=works, values=values)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return it as JSON.

@@ -1,0 +1,106 @@
+"""What lies on a device is counted as programs are enqueued."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_xla_pp.state import SavedValues, StageMemory
+
+pytestmark = pytest.mark.pure
+
+# Bytes of each value, on a device where those of at most 100 bytes are freed late.
+SIZES = {"a": 100, "b": 60, "large": 1000, "made": 10, "logits": 80, "grad": 80}
+
+
+def saved_values() -> SavedValues:
+    return SavedValues(most_late=100)
+
+
+def values(*names: str) -> dict[str, Tensor]:
+    return {name: torch.zeros(0) for name in names}
+
+
+def test_what_is_passed_to_a_backward_of_weights_is_told_apart() -> None:
+    saved = saved_values()
+    for microbatch in (0, 1):
+        saved.put("saved", microbatch, values("a", "b"), SIZES)
+    saved.take("saved", 0)
+    saved.note_run(0)
+    saved.put("residual", 0, values("b", "made"), SIZES)
+    saved.put("saved", 2, values("a", "b"), SIZES)
+    held = saved.own
+    assert (held.most_saved, held.most_passed, held.most_held) == (320, 70, 390)
+    assert held.most_live == 2
+
+
+def test_small_values_are_there_when_the_next_program_begins() -> None:
+    saved = saved_values()
+    saved.put("saved", 0, values("a", "b", "large"), SIZES)
+    saved.take("saved", 0)
+    saved.note_run(7)
+    assert saved.own.most_active == 1160 + 7
+    # Places of small values are freed too late, pages of large ones in time.
+    saved.note_run(2000)
+    assert saved.own.most_active == 160 + 2000
+    saved.note_run(2170)
+    assert saved.own.most_active == 2170
+
+
+def test_what_a_program_reads_and_leaves_is_counted_once() -> None:
+    saved = saved_values()
+    saved.put("saved", 0, values("a", "b"), SIZES)
+    saved.take("saved", 0)
+    saved.note_run(0)
+    saved.put("residual", 0, values("b", "made"), SIZES)
+    saved.note_run(500)
+    assert saved.own.most_active == 500 + SIZES["a"] + SIZES["b"] + SIZES["made"]
+
+
+def test_the_gradient_of_a_loss_is_counted_beside_the_output() -> None:
+    saved = saved_values()
+    saved.put("output", 0, values("logits"), SIZES)
+    saved.take("output", 0)
+    saved.note_run(SIZES["grad"])
+    saved.put("loss", 0, values("grad"), SIZES)
+    saved.note_run(500)
+    assert saved.own.most_active == 500 + SIZES["grad"] + SIZES["logits"]
+
+
+def test_nothing_is_late_where_the_device_frees_in_time() -> None:
+    saved = SavedValues()
+    saved.put("saved", 0, values("a"), SIZES)
+    saved.take("saved", 0)
+    saved.note_run(0)
+    saved.note_run(150)
+    assert saved.own.most_active == 150
+
+
+def test_stages_of_a_rank_are_counted_at_the_same_time() -> None:
+    first, second = saved_values(), saved_values()
+    for saved in (first, second):
+        saved.share(first)
+    first.put("saved", 0, values("large"), SIZES)
+    first.take("saved", 0)
+    first.note_run(0)
+    second.put("saved", 0, values("a", "b"), SIZES)
+    rank = second.of_rank
+    assert rank is first.of_rank
+    assert rank.most_held == SIZES["large"]
+    assert first.own.most_held + second.own.most_held > rank.most_held
+    first.share(first)
+    assert first.of_rank.most_held == 0
+
+
+def test_the_report_names_what_is_passed_on_if_there_is_something() -> None:
+    report = StageMemory(num_live=2, saved_bytes=1 << 20, state_bytes=0)
+    assert "2 microbatches saved 1.0" in str(report)
+    assert "for W" not in str(report)
+    report = StageMemory(
+        num_live=2,
+        saved_bytes=1 << 20,
+        passed_bytes=1 << 19,
+        held_bytes=3 << 19,
+        state_bytes=0,
+    )
+    assert "and I left up to 0.5 for W" in str(report)
+    assert report.peak_bytes == 3 << 19

@@ -1,0 +1,337 @@
+"""Orders for any stage graph, from a simulation in which ranks run what they can.
+
+Terms: an *edge* (producer, consumer) says that a stage uses values of another. The
+*depth* of a stage is the number of stages on the longest path from it to a stage
+that nothing uses, both included. A microbatch is *live* in a stage from its forward to
+its backward, or to its W if backwards are split. Every stage takes the microbatches in
+order.
+
+Law: an order runs to its end if a stage may hold one microbatch or more, as the lowest
+microbatch that is not finished can always go on.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heappop, heappush
+from itertools import combinations
+from math import inf
+
+from torch_xla_pp.schedule.action import Action, Kind
+from torch_xla_pp.schedule.builders.counts import check_counts
+from torch_xla_pp.schedule.edges import (
+    StagePair,
+    carriers_of,
+    check_edges,
+    depths_of,
+    neighbours_of,
+)
+from torch_xla_pp.schedule.schedule import Schedule
+
+_FORWARD, _BACKWARD, _WEIGHT = range(3)
+_KINDS: Mapping[bool, tuple[Kind, ...]] = {False: ("F", "B"), True: ("F", "I", "W")}
+
+
+def list_schedule(
+    edges: Iterable[StagePair],
+    placement: Mapping[int, int],
+    num_microbatches: int,
+    seconds: Mapping[tuple[int, Kind], float] | None = None,
+    *,
+    max_live: int | Mapping[int, int] | None = None,
+    split_backward: bool = False,
+    most_waiting: int | None = None,
+    delays_s: Mapping[StagePair, float] | None = None,
+) -> Schedule:
+    """Let every rank that is free run at once the most urgent action that it can.
+
+    A backward (or I) goes before a forward, then the lowest microbatch, then the stage
+    next to the end (backward) or to the start (forward). A W fills the time in which a
+    rank could do nothing else: the zero bubble of any stage graph. Takes some 2 µs an
+    action.
+
+    Source: list scheduling is that of Graham, "Bounds on Multiprocessing Timing
+    Anomalies", SIAM Journal on Applied Mathematics, 1969; that a backward goes first,
+    and depth bounds what is live, is of Jeon et al., "GraphPipe: Improving Performance
+    and Scalability of DNN Training with Graph Pipeline Parallelism", ASPLOS 2025,
+    section 6; W as a filler is of Qi et al., "Zero Bubble (Almost) Pipeline
+    Parallelism", ICLR 2024.
+
+    Args:
+        edges: Pairs (producer, consumer).
+        placement: Stage → rank.
+        num_microbatches: Number of microbatches.
+        seconds: Stage and kind of action → what it takes; None for 1 each.
+        max_live: How many microbatches may be live in a stage: one number for all
+            stages, or stage → number, any for those not named; None for as many as
+            the stage has depth.
+        split_backward: Whether to run I and W in place of B.
+        most_waiting: From how many waiting W of a rank on one of them goes before a
+            forward; None for never.
+        delays_s: Edge → time from the end of an action to the arrival of what it
+            sends to the other stage, whichever way; 0 for those that are not named.
+
+    Raises:
+        ValueError: An edge does not lead to a higher stage, a stage or a rank is
+            missing from the placement, a time is missing or negative, or a stage may
+            hold nothing.
+    """
+    edges = _checked("list_schedule", edges, placement, num_microbatches)
+    num_stages, kinds = len(placement), _KINDS[split_backward]
+    own_s = delays_s or {}
+    along = [(p, c, own_s.get((p, c), 0.0)) for p, c in edges]
+    against = [(c, p, delay_s) for p, c, delay_s in along]
+    # What a carrier receives for others is theirs once its forward has run.
+    values = _possible_values(neighbours_of(edges, num_stages))
+    along += [(first, other, 0.0) for first, other in carriers_of(values, placement)]
+    rows = _rows(
+        placement,
+        num_microbatches,
+        kinds,
+        _times(num_stages, kinds, seconds),
+        _most_live(edges, num_stages, num_microbatches, max_live),
+        most_waiting,
+        _Hops.of(along, num_stages),
+        _Hops.of(against, num_stages),
+    )
+    return Schedule(actions=tuple(map(tuple, rows)))
+
+
+def dag_1f1b(
+    edges: Iterable[StagePair], placement: Mapping[int, int], num_microbatches: int
+) -> Schedule:
+    """Run forwards as far ahead as the depth of a stage allows; backwards go first.
+
+    Branches of the model that do not depend on each other run at the same time if
+    they are on different ranks. As many microbatches are in flight in a stage as it
+    has depth, however wide the graph is. On a chain with one stage per rank it is
+    1F1B. It is the `list_schedule` of actions that all take one unit of time.
+
+    Source: Jeon et al., "GraphPipe: Improving Performance and Scalability of DNN
+    Training with Graph Pipeline Parallelism", ASPLOS 2025, section 6.
+
+    Args:
+        edges: Pairs (producer, consumer).
+        placement: Stage → rank.
+        num_microbatches: Number of microbatches.
+
+    Raises:
+        ValueError: An edge does not lead to a higher stage, or a stage or a rank is
+            missing from the placement.
+    """
+    edges = _checked("dag_1f1b", edges, placement, num_microbatches)
+    return list_schedule(edges, placement, num_microbatches)
+
+
+def _checked(
+    builder: str,
+    edges: Iterable[StagePair],
+    placement: Mapping[int, int],
+    num_microbatches: int,
+) -> list[StagePair]:
+    """Return each edge once, in order.
+
+    Raises:
+        ValueError: Stages, ranks or edges are not as the builders say.
+    """
+    check_counts(builder, num_microbatches=num_microbatches)
+    stages, ranks = sorted(placement), sorted(set(placement.values()))
+    for what, found in (("stages", stages), ("ranks", ranks)):
+        if found != list(range(len(found))) or not found:
+            raise ValueError(
+                f"{builder}: expected a placement of {what} that count from 0 without "
+                f"gaps, got {what} {found}. Give every stage a rank and every rank a "
+                "stage."
+            )
+    edges = sorted(set(edges))
+    check_edges(builder, edges, len(placement))
+    return edges
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Hops:
+    """What the forwards, or the backwards, of stages send each other.
+
+    Args:
+        receivers: For each stage the stages that it sends to, and for how long that is
+            on its way.
+        num_needed: For each stage how many of these it receives.
+    """
+
+    receivers: tuple[tuple[tuple[int, float], ...], ...]
+    num_needed: tuple[int, ...]
+
+    @classmethod
+    def of(cls, hops: Iterable[tuple[int, int, float]], num_stages: int) -> "_Hops":
+        """Sort triples of sender, receiver and time."""
+        receivers: list[list[tuple[int, float]]] = [[] for _ in range(num_stages)]
+        num_needed = [0] * num_stages
+        for sender, receiver, delay_s in hops:
+            receivers[sender].append((receiver, delay_s))
+            num_needed[receiver] += 1
+        return cls(receivers=tuple(map(tuple, receivers)), num_needed=tuple(num_needed))
+
+
+def _rows(
+    placement: Mapping[int, int],
+    num_microbatches: int,
+    kinds: Sequence[Kind],
+    seconds: Sequence[Sequence[float]],
+    most_live: Sequence[int],
+    most_waiting: int | None,
+    forward: _Hops,
+    backward: _Hops,
+) -> list[list[Action]]:
+    """Run all actions, and return each rank's in the order in which they began.
+
+    It is one function, as calls would take longer than what it does. Each stage has
+    numbers of the forwards, backwards and W that it has begun.
+
+    Args:
+        placement: Rank of each stage.
+        num_microbatches: Number of microbatches.
+        kinds: F and B, or F, I and W.
+        seconds: For each stage what these take.
+        most_live: For each stage how many microbatches it may hold.
+        most_waiting: See `list_schedule`.
+        forward: What forwards send.
+        backward: What backwards send.
+    """
+    num_stages = len(placement)
+    ranks = [placement[stage] for stage in range(num_stages)]
+    stages_of = [
+        [s for s in range(num_stages) if ranks[s] == r] for r in range(1 + max(ranks))
+    ]
+    begun = [[0] * num_stages for _ in range(3)]
+    forwards, backwards, weights = begun
+    is_split = len(kinds) > 2
+    finished = weights if is_split else backwards
+    # When all has arrived that a stage needs for each microbatch; infinity for not yet.
+    ready_s: list[list[list[float]]] = []
+    missing: list[list[list[int]]] = []
+    latest_s: list[list[list[float]]] = []
+    for hops in (forward, backward):
+        counts = hops.num_needed
+        ready_s.append([[inf if n else 0.0] * num_microbatches for n in counts])
+        missing.append([[n] * num_microbatches for n in counts])
+        latest_s.append([[0.0] * num_microbatches for _ in counts])
+    forward_ready_s, backward_ready_s = ready_s
+    receivers = forward.receivers, backward.receivers
+    rows: list[list[Action]] = [[] for _ in stages_of]
+    free_s = [0.0] * len(rows)
+    # When to look at a rank again: it is free then, or something has arrived.
+    wakings = [(0.0, rank) for rank in range(len(rows))]
+    num_left = num_stages * len(kinds) * num_microbatches
+    while num_left:
+        now_s, rank = heappop(wakings)
+        if free_s[rank] > now_s:
+            continue
+        own = stages_of[rank]
+        chosen, phase, microbatch = -1, _BACKWARD, num_microbatches
+        for stage in reversed(own):
+            number = backwards[stage]
+            if (
+                number < microbatch
+                and number < forwards[stage]
+                and backward_ready_s[stage][number] <= now_s
+            ):
+                chosen, microbatch = stage, number
+        late, late_microbatch = -1, num_microbatches
+        if chosen < 0 and is_split:
+            waiting = 0
+            for stage in reversed(own):
+                number = weights[stage]
+                waiting += backwards[stage] - number
+                if number < late_microbatch and number < backwards[stage]:
+                    late, late_microbatch = stage, number
+            if late >= 0 and most_waiting is not None and waiting >= most_waiting:
+                chosen, phase, microbatch = late, _WEIGHT, late_microbatch
+        if chosen < 0:
+            phase = _FORWARD
+            for stage in own:
+                number = forwards[stage]
+                if (
+                    number < microbatch
+                    and number - finished[stage] < most_live[stage]
+                    and forward_ready_s[stage][number] <= now_s
+                ):
+                    chosen, microbatch = stage, number
+        if chosen < 0:
+            if late < 0:
+                continue
+            chosen, phase, microbatch = late, _WEIGHT, late_microbatch
+        rows[rank].append(_action(chosen, kinds[phase], microbatch))
+        begun[phase][chosen] += 1
+        num_left -= 1
+        end_s = now_s + seconds[chosen][phase]
+        free_s[rank] = end_s
+        heappush(wakings, (end_s, rank))
+        if phase == _WEIGHT:
+            continue
+        for receiver, delay_s in receivers[phase][chosen]:
+            latest = latest_s[phase][receiver]
+            latest[microbatch] = max(latest[microbatch], end_s + delay_s)
+            missing[phase][receiver][microbatch] -= 1
+            if not missing[phase][receiver][microbatch]:
+                ready_s[phase][receiver][microbatch] = latest[microbatch]
+                heappush(wakings, (latest[microbatch], ranks[receiver]))
+    return rows
+
+
+def _most_live(
+    edges: Sequence[StagePair],
+    num_stages: int,
+    num_microbatches: int,
+    max_live: int | Mapping[int, int] | None,
+) -> list[int]:
+    """Return what each stage may hold."""
+    if max_live is None:
+        return depths_of(edges, num_stages)
+    if isinstance(max_live, int):
+        found = [max_live] * num_stages
+    else:
+        found = [max_live.get(stage, num_microbatches) for stage in range(num_stages)]
+    for stage, bound in enumerate(found):
+        if bound < 1:
+            raise ValueError(
+                f"list_schedule: expected max_live of at least 1 for stage {stage}, "
+                f"got {bound}. Allow each stage one microbatch."
+            )
+    return found
+
+
+def _times(
+    num_stages: int,
+    kinds: Sequence[Kind],
+    seconds: Mapping[tuple[int, Kind], float] | None,
+) -> list[list[float]]:
+    """Return for each stage what actions of these kinds take."""
+    stages = range(num_stages)
+    if seconds is None:
+        return [[1.0] * len(kinds) for _ in stages]
+    faults = [
+        f"{stage}{kind}: {seconds.get((stage, kind), 'none')}"
+        for stage in stages
+        for kind in kinds
+        if not seconds.get((stage, kind), -1.0) >= 0
+    ]
+    if faults:
+        raise ValueError(
+            "list_schedule: expected a time of at least 0 s for every stage and each "
+            f"of {', '.join(kinds)}, got {', '.join(faults)}. Give them."
+        )
+    return [[seconds[stage, kind] for kind in kinds] for stage in stages]
+
+
+def _possible_values(
+    consumers: Sequence[Sequence[int]],
+) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Yield any two consumers of a stage: edges do not say which use one value."""
+    for producer, users in enumerate(consumers):
+        for pair in combinations(users, 2):
+            yield producer, pair
+
+
+@lru_cache(maxsize=1 << 17)
+def _action(stage: int, kind: Kind, microbatch: int) -> Action:
+    return Action(stage=stage, kind=kind, microbatch=microbatch)

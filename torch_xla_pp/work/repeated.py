@@ -1,0 +1,257 @@
+"""Models with more layers than were traced, by repeating one of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch_xla_pp.work.works import Work, WorkValue
+
+LayeredParts = tuple[tuple[Work, ...], tuple[WorkValue, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class LayeredModel:
+    """A model of which a layer may be repeated.
+
+    Args:
+        works: Its works, in program order.
+        values: The values between them.
+        outputs: Names of the values that it returns.
+    """
+
+    works: Sequence[Work]
+    values: Sequence[WorkValue]
+    outputs: Sequence[str]
+
+    def repeated(self, path: str, count: int) -> LayeredParts:
+        """Return works and values of a model that has more equal layers in a row.
+
+        Two neighbours that cost the same are looked for, of which the second takes
+        values of the first and of what both use; copies of the second are put between
+        them. Works of no layer, such as one with a border of layers in its middle,
+        stay as they are.
+
+        Args:
+            path: Path of the layers, such as "layers" for `layers.0`, `layers.1`, …
+            count: How many there are to be in all.
+
+        Raises:
+            ValueError: There are no such layers, more of them already, or no two are
+                equal neighbours.
+        """
+        layers = _layers_of(self, path)
+        if not layers or count < len(layers):
+            found = f"{len(layers)}" if layers else "none"
+            raise ValueError(
+                f"repeated: expected {path!r} to name layers such as {path}.0, at most "
+                f"{count} of them, got {found}. Name others, or take a larger count."
+            )
+        pair = next((p for p in sorted(layers) if _are_equal(self, layers, p)), None)
+        if pair is None:
+            raise ValueError(
+                f"repeated: expected two neighbours of {path!r} that cost the same, "
+                "the second of which takes values of the first alone, got "
+                f"{len(layers)} layers without. Trace the model with more equal layers."
+            )
+        added = count - len(layers)
+        return _Repeats(self, path, layers[pair], layers[pair + 1], added).parts()
+
+
+def _layers_of(model: LayeredModel, path: str) -> dict[int, list[Work]]:
+    """Return the works of each numbered layer."""
+    found: dict[int, list[Work]] = {}
+    for work in model.works:
+        number = _number(work.module, path)
+        if number is not None:
+            found.setdefault(number, []).append(work)
+    return found
+
+
+def _number(name: str, path: str) -> int | None:
+    """Return the number of the layer that a name is in."""
+    if not name.startswith(f"{path}."):
+        return None
+    word = name.removeprefix(f"{path}.").split(".")[0]
+    return int(word) if word.isdigit() else None
+
+
+def _are_equal(
+    model: LayeredModel, layers: Mapping[int, Sequence[Work]], number: int
+) -> bool:
+    """Tell if a layer and the next one cost the same and are linked as a chain."""
+    first, second = layers[number], layers.get(number + 1, ())
+    if [work.digest for work in first] != [work.digest for work in second]:
+        return False
+    names, after = ({work.name for work in works} for works in (first, second))
+    twin = {a.name: b.name for a, b in zip(first, second, strict=True)}
+    is_linked = False
+    for value in model.values:
+        users = set(value.users)
+        is_made = value.producer in names
+        is_linked |= is_made and bool(users & after)
+        if is_made and (not users <= names | after or value.name in model.outputs):
+            return False
+        is_shared = value.producer not in names | after
+        in_first = {twin[user] for user in users & names}
+        if is_shared and users & after and in_first != users & after:
+            return False
+    made, again = ([*_made(model, works)] for works in (first, second))
+    return is_linked and len(made) == len(again)
+
+
+def _made(model: LayeredModel, works: Sequence[Work]) -> list[WorkValue]:
+    """Return the values that works make, in their order."""
+    return [v for work in works for v in model.values if v.producer == work.name]
+
+
+class _Repeats:
+    """Puts copies of a layer between the one before and itself.
+
+    Args:
+        model: The model.
+        path: Path of the layers.
+        first: The works of the layer before.
+        second: The works of the layer to copy.
+        added: How many copies.
+    """
+
+    def __init__(
+        self,
+        model: LayeredModel,
+        path: str,
+        first: Sequence[Work],
+        second: Sequence[Work],
+        added: int,
+    ) -> None:
+        self._model, self._path, self._added = model, path, added
+        self._second = second
+        self._number = _number(second[0].module, path) or 0
+        self._inside = {work.name for work in second}
+        made, again = _made(model, first), _made(model, second)
+        self._twins = {a.name: b for a, b in zip(made, again, strict=True)}
+        self._within = {work.name for work in first}
+        names = [p.tied for w in model.works for p in w.parameters if p.tied]
+        own = [p.tied for w in second for p in w.parameters if p.tied]
+        self._own_ties = {n for n in own if own.count(n) == names.count(n)}
+
+    def parts(self) -> LayeredParts:
+        """Return the works and values of the deeper model."""
+        model = self._model
+        place = model.works.index(self._second[0])
+        copies = [self._work(w, n) for n in self._copies for w in self._second]
+        works = [
+            *model.works[:place],
+            *copies,
+            *(self._moved(work) for work in model.works[place:]),
+        ]
+        order = {work.name: number for number, work in enumerate(works)}
+        longer = [v for value in model.values for v in self._values(value)]
+        values = [
+            replace(
+                value,
+                users=tuple(sorted(value.users, key=order.__getitem__)),
+                kept_by=tuple(sorted(value.kept_by, key=order.__getitem__)),
+            )
+            for value in longer
+        ]
+        return tuple(works), tuple(values)
+
+    @property
+    def _copies(self) -> range:
+        return range(1, self._added + 1)
+
+    def _values(self, value: WorkValue) -> list[WorkValue]:
+        """Return a value, and what copies make in place of it."""
+        if value.name in self._twins:
+            return [self._passed_on(value, value, 0), *self._copied(value)]
+        if value.producer in self._inside:
+            return [value]
+        shared = [n for n in value.users if n in self._inside]
+        kept = [n for n in value.kept_by if n in self._inside]
+        return [
+            replace(
+                value,
+                users=(*value.users, *self._named(shared)),
+                kept_by=(*value.kept_by, *self._named(kept)),
+            )
+        ]
+
+    def _named(self, works: Sequence[str]) -> list[str]:
+        return [_copy(name, n) for n in self._copies for name in works]
+
+    def _copied(self, value: WorkValue) -> list[WorkValue]:
+        """Return the twin of a value of the layer before for each copy."""
+        twin = self._twins[value.name]
+        found = []
+        for number in self._copies:
+            inside = replace(
+                twin,
+                name=_copy(twin.name, number),
+                producer=_copy(twin.producer or "", number),
+                users=tuple(_copy(n, number) for n in twin.users if n in self._inside),
+                kept_by=tuple(
+                    _copy(n, number) for n in twin.kept_by if n in self._inside
+                ),
+            )
+            found.append(self._passed_on(inside, value, number))
+        return found
+
+    def _passed_on(self, value: WorkValue, like: WorkValue, number: int) -> WorkValue:
+        """Let the layer after the copy use a value as the second uses the first's."""
+        last = number == self._added
+
+        def after(names: Sequence[str]) -> list[str]:
+            own = [name for name in names if name in self._inside]
+            return own if last else [_copy(name, number + 1) for name in own]
+
+        if number == 0:
+            users = [n for n in value.users if n in self._within]
+            kept = [n for n in value.kept_by if n in self._within]
+        else:
+            users, kept = [*value.users], [*value.kept_by]
+        return replace(
+            value,
+            users=(*users, *after(like.users)),
+            kept_by=(*kept, *after(like.kept_by)),
+        )
+
+    def _work(self, work: Work, number: int) -> Work:
+        """Return a copy of a work."""
+        place = self._number + number - 1
+        parameters = tuple(
+            replace(
+                p,
+                name=self._renumbered(p.name, place),
+                tied=_copy(p.tied, number) if p.tied in self._own_ties else p.tied,
+            )
+            for p in work.parameters
+        )
+        return replace(
+            work,
+            name=_copy(work.name, number),
+            ops=tuple(_copy(op, number) for op in work.ops),
+            module=self._renumbered(work.module, place),
+            parameters=parameters,
+        )
+
+    def _moved(self, work: Work) -> Work:
+        """Number the modules of a later work anew."""
+        number = _number(work.module, self._path)
+        if number is None or number < self._number:
+            return work
+        place = number + self._added
+        parameters = tuple(
+            replace(p, name=self._renumbered(p.name, place)) for p in work.parameters
+        )
+        module = self._renumbered(work.module, place)
+        return replace(work, module=module, parameters=parameters)
+
+    def _renumbered(self, name: str, number: int) -> str:
+        old = _number(name, self._path)
+        if old is None:
+            return name
+        rest = name.removeprefix(f"{self._path}.{old}")
+        return f"{self._path}.{number}{rest}"
+
+
+def _copy(name: str, number: int) -> str:
+    return f"{name}_copy_{number}"
