@@ -69,7 +69,7 @@ class RankMesh(xs.Mesh):  # type: ignore[misc]  # torch_xla has no types
         return len(self._named)
 
     @property
-    def shape(self) -> _Sizes:
+    def shape(self) -> tuple[int, ...]:
         """Return the sizes of the axes."""
         found = _Sizes(self._sizes)
         found.names = self._named
