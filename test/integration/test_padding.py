@@ -40,9 +40,10 @@ def total(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output, target, reduction="sum")
 
 
-def train(reduction: str, sizes: Any) -> dict[str, Any]:
+def train(reduction: str, sizes: Any, devices: int) -> dict[str, Any]:
     """Run two epochs over a loader with a short last batch."""
     rank = join().rank()
+    mesh = xpp.init_device_mesh("xla", (2, devices), mesh_dim_names=("pp", "data"))
     torch.manual_seed(0)
     model = Model()
     unsplit = copy.deepcopy(model)
@@ -51,7 +52,7 @@ def train(reduction: str, sizes: Any) -> dict[str, Any]:
         mb_args=(torch.zeros(ROWS // MICROBATCHES, WIDTH),),
         split_spec={"second": SplitPoint.BEGINNING},
     )
-    stage = pipe.build_stage(rank, xpp.device())
+    stage = pipe.build_stage(rank, xpp.device(), mesh=mesh["data"])
     loss_fn: Any = mean if reduction == "mean" else total
     schedule = Schedule1F1B(
         stage, MICROBATCHES, loss_fn=loss_fn, scale_grads=reduction == "mean"
@@ -107,9 +108,12 @@ def run(call: Any, stage: Any, x: Tensor, y: Tensor) -> None:
         call(target=y.to(xpp.device()))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_short_last_batch_trains_as_in_eager(worlds: Worlds, reduction: str) -> None:
-    for found in worlds.run(train, ranks=2, args=(reduction, ROWS)):
+@pytest.mark.parametrize(("reduction", "devices"), [("mean", 1), ("sum", 2)])
+def test_a_short_last_batch_trains_as_in_eager(
+    worlds: Worlds, reduction: str, devices: int
+) -> None:
+    args = (reduction, ROWS, devices)
+    for found in worlds.run(train, ranks=2, devices=devices, args=args):
         assert max(map(abs, found["errors"])) < 3e-5
         assert found["rows"] == [(8, 8), (8, 8), (5, 8)] * 2
         assert found["compiled"] == 0
