@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 CSRC := $(wildcard csrc/*.cc csrc/*.h csrc/test/*.cc)
 MATCHING := $(addprefix csrc/,engine.cc executor.cc inbox.cc message.cc pool.cc)
 
-.PHONY: help demo test stress faults ops lint types docs pages format sanitize clean
+.PHONY: help demo test stress faults ops lint types docs pages wheel format sanitize clean
 
 help:
 	@echo "make demo    train a GPT on two ranks of two devices (ARGS='--schedule ZBVZeroBubble')"
@@ -16,6 +16,7 @@ help:
 	@echo "make ops     compare all of torch's operators, write docs/operators.md"
 	@echo "make lint    check format and style      make types   check types"
 	@echo "make docs    build build/docs/index.html    make pages   write what their code prints"
+	@echo "make wheel   build a wheel into build/wheel, install it afresh without a compiler, and use it"
 	@echo "make sanitize  run the C++ matching code under sanitizers"
 	@echo "make stress  run in loops what must not die (ARGS='--cases eval')"
 	@echo "make faults  end ranks in all ways, and see what the others hear"
@@ -48,6 +49,12 @@ types: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
+
+# With the compiled library inside, so that installing it needs no compiler.
+wheel: $(STAMP)
+	rm -rf build/wheel build/lib* build/bdist*
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -c constraints.txt -w build/wheel .
+	$(BIN)/python .ci/fresh_install.py build/wheel/*.whl
 
 # After a change of what the code of the pages prints, or of what the pictures show.
 pages: $(STAMP)

@@ -28,6 +28,13 @@ def test_devices_are_those_of_the_environment_if_not_given() -> None:
     assert found.output == "0 0 1 7 127.0.0.1\n"
 
 
+def test_a_job_inside_of_another_has_a_store_of_its_own() -> None:
+    show = "import os; print('TORCHELASTIC_USE_AGENT_STORE' in os.environ)"
+    with mock.patch.dict(os.environ, TORCHELASTIC_USE_AGENT_STORE="True", RANK="5"):
+        (found,) = run_locally(["-c", show], ranks=1, is_quiet=True)
+    assert found.output == "False\n"
+
+
 def test_exit_codes_are_told_and_who_is_late_is_ended() -> None:
     code = "import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(3)\n"
     found = run_locally(

@@ -34,6 +34,7 @@ PUBLIC = [
     "materialize",
     "measure_work",
     "metrics",
+    "pad_batch",
     "pipeline",
     "pipeline_yield",
     "profile_step",

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         clip_grad_norm_,
         losses,
         metrics,
+        pad_batch,
     )
     from torch_xla_pp.schedule import Action, Schedule
     from torch_xla_pp.spmd import spmd_pipeline
@@ -69,6 +70,7 @@ __all__ = [
     "materialize",
     "measure_work",
     "metrics",
+    "pad_batch",
     "pipeline",
     "pipeline_yield",
     "profile_step",
@@ -105,6 +107,7 @@ _HOMES = {
         "clip_grad_norm_",
         "losses",
         "metrics",
+        "pad_batch",
     ),
     "schedule": ("Action", "Schedule"),
     "spmd": ("spmd_pipeline",),

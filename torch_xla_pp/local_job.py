@@ -55,7 +55,7 @@ def run_locally(
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
             if devices is not None:
                 own["CPU_NUM_DEVICES"] = devices
-            env = os.environ | (variables or {}) | address
+            env = _own_environment() | (variables or {}) | address
             env |= {name: str(value) for name, value in own.items()}
             process = subprocess.Popen(
                 [sys.executable, *arguments],
@@ -73,6 +73,15 @@ def run_locally(
             RankResult(code=code, output=_read(file))
             for code, file in zip(codes, files, strict=True)
         ]
+
+
+def _own_environment() -> dict[str, str]:
+    """Return the environment without what a launcher says of a job around this one."""
+    return {
+        name: text
+        for name, text in os.environ.items()
+        if not name.startswith("TORCHELASTIC_")
+    }
 
 
 def free_port() -> int:

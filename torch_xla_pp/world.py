@@ -44,6 +44,8 @@ class World:
         count = xla_compat.num_local_devices()
         if mesh is None:
             mesh = xs.Mesh(np.arange(count), (count,), ("devices",))
+        # A slice of a rank's mesh is over all devices, too.
+        mesh = getattr(mesh, "whole", mesh)
         names = tuple(mesh.axis_names or ())
         if math.prod(mesh.mesh_shape) != count:
             raise ValueError(

@@ -1,13 +1,16 @@
 """The command line prints, draws and refuses."""
 
+import importlib
 import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from planner_models import gpt
+from torchrun import ROOT
 
 from torch_xla_pp.cli import main
 from torch_xla_pp.schedule import Schedule, dag_1f1b, one_f_one_b, zb1p, zbv
@@ -31,6 +34,12 @@ def test_it_starts_without_torch(tmp_path: Path) -> None:
     assert found.stdout == f"{one_f_one_b(2, 3)}\n"
     assert "torch_xla_pp.cli" in found.stderr
     assert "| torch\n" not in found.stderr
+
+
+def test_the_installed_command_is_there() -> None:
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    module, _, name = pyproject["project"]["scripts"]["torch-xla-pp"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_a_schedule_is_shown_written_and_drawn(

@@ -4,10 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 import torch_xla.distributed.spmd as xs
 
 import torch_xla_pp as xpp
+from torch_xla_pp import xla_compat
 from torch_xla_pp.testing import Worlds
 
 pytestmark = pytest.mark.worlds
@@ -26,8 +28,9 @@ def look_around() -> dict[str, Any]:
     faults = []
     both = xpp.init_device_mesh("xla", (1, 2, 2), mesh_dim_names=("pp", "dp", "data"))
     wrong_ones = (
-        lambda: mesh["data"],
+        lambda: mesh["date"],
         lambda: mesh.get_group("data"),
+        lambda: mesh["data"].get_group(),
         lambda: both.get_group(),
     )
     for wrong in wrong_ones:
@@ -73,10 +76,68 @@ def test_axes_are_over_ranks_and_over_devices(worlds: Worlds) -> None:
         assert seen["device"] == "xla:0"
         assert seen["both"] == {"pp": (1, 0), "dp": (2, rank)}
         assert (seen["processes"], seen["rest"]) == ((1, 2), ("data",))
-        local, group, none = seen["faults"]
-        assert "expected process axes out of ('pp',), or all local axes" in local
+        local, group, of_slice, none = seen["faults"]
+        assert "expected different ones of ('pp', 'data', 'model')" in local
+        assert "presets.fsdp for fully_shard" in of_slice
         assert "expected one of the process axes ('pp',), got 'data'" in group
         assert "expected one of the process axes ('pp', 'dp'), got None" in none
+
+
+def slice_all() -> dict[str, Any]:
+    """Return what slices of a mesh say of themselves."""
+    dist.init_process_group("xla_pp")
+    names = ("pp", "data", "model")
+    mesh = xpp.init_device_mesh("xla", (2, 2, 2), mesh_dim_names=names)
+    one, both, mixed = mesh["model"], mesh["model", "data"], mesh["pp", "model"]
+    flat = both._flatten("all")
+    weight = torch.zeros(8, 6).to(xpp.device())
+    xs.mark_sharding(weight, one, ("model", None))
+    return {
+        "one": (repr(one), one.size(), one.ndim, one.shape, one.mesh.tolist()),
+        "torch_xla": (one.mesh_shape, one.axis_names, dict(both.shape())),
+        "device_type": {m.device_type for m in (mesh, one, both, mixed, flat)},
+        "both": (both.size(), both.size(0), both["data"].mesh.tolist()),
+        "flat": (repr(flat), flat.mesh.tolist(), mesh["data"]._flatten().shape),
+        "mixed": (repr(mixed), mixed.size(), mixed.get_group("pp").size()),
+        "deeper": (mixed["model"].shape, mixed.get_local_rank(0)),
+        "marked": xla_compat.sharding_texts([weight])[0],
+    }
+
+
+def test_any_axes_may_be_sliced(worlds: Worlds) -> None:
+    for rank, found in enumerate(worlds.run(slice_all, ranks=2, devices=4)):
+        assert found["one"] == ("RankMesh(model=2)", 2, 1, (2,), [0, 1])
+        shape = {"model": 2, "data": 2}
+        assert found["torch_xla"] == ((2, 2), ("model", "data"), shape)
+        assert found["device_type"] == {"xla"}
+        assert found["both"] == (4, 2, [0, 2])
+        assert found["flat"] == ("RankMesh(all=4)", [0, 2, 1, 3], (2,))
+        assert found["mixed"] == ("PipelineMesh(pp=2 x model=2)", 4, 2)
+        assert found["deeper"] == ((2,), rank)
+        text = "{devices=[2,1,2]0,2,1,3 last_tile_dim_replicate}"
+        assert found["marked"] == text
+
+
+def make_of_shapes(shapes: list[dict[str, int]]) -> tuple[str, Any, int]:
+    dist.init_process_group("xla_pp")
+    mesh = xpp.init_device_mesh("xla", shapes=shapes)
+    local = mesh[tuple(shapes[mesh.get_local_rank("pp")])]
+    return repr(mesh), local.shape(), mesh.get_group("pp").size()
+
+
+def test_ranks_may_have_axes_of_their_own(worlds: Worlds) -> None:
+    shapes = [{"data": 4}, {"data": 2, "model": 2}]
+    first, second = worlds.run(make_of_shapes, ranks=2, devices=4, args=(shapes,))
+    assert first == ("PipelineMesh(pp=2 x data=4)", {"data": 4}, 2)
+    text = "PipelineMesh(pp=2 x data=2 x model=2)"
+    assert second == (text, {"data": 2, "model": 2}, 2)
+    wrong = [{"data": 4}, {"data": 2}]
+    outcomes = worlds.run_outcomes(
+        make_of_shapes, ranks=2, devices=4, args=(wrong,), keep_workers=True
+    )
+    for outcome in outcomes:
+        assert outcome.error == "ValueError"
+        assert "rank 1: expected 2 devices, got 4" in outcome.message
 
 
 def make(shape: tuple[int, ...]) -> None:

@@ -5,7 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from integration.training import Model, Part, loss_fn
+from integration.training import (
+    Job,
+    Model,
+    Part,
+    build,
+    deferred,
+    loss_fn,
+    make_schedule,
+    mesh_of,
+    run_step,
+)
 from joining import join
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint
@@ -174,6 +184,39 @@ def test_stages_by_hand_are_verified_and_faults_are_named(worlds: Worlds) -> Non
     assert "layers.1.running_mean" in names(found["dropout 0.0"], "buffer")
     assert "BatchNorm" in found["dropout 0.0"].notes[0]
     assert "draws random numbers" in found["dropout 0.5"].notes[0]
+
+
+def check_job(job: Job) -> list[Verification]:
+    """Verify before and after a step of training."""
+    join()
+    mesh = mesh_of(job)
+    torch.manual_seed(0)
+    model = deferred(job) if job.init_device == "deferred" else Model(4, is_tied=True)
+    stages = build(job, model, mesh)
+    schedule = make_schedule(job, stages)
+    x, y = batch()
+    found = [xpp.verify(model, schedule, x, y)]
+    parameters = [p for stage in stages for p in stage.submod.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    run_step(job, schedule, stages, x, y)
+    optimizer.step()
+    optimizer.zero_grad()
+    return [*found, xpp.verify(model, schedule, x, y)]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(schedule="DualPipeV", frontend="manual", devices=2, is_tied=True),
+        Job(schedule="Interleaved1F1B", init_device="deferred", devices=2),
+    ],
+)
+def test_tied_and_deferred_models_are_verified_as_they_train(
+    worlds: Worlds, job: Job
+) -> None:
+    for found in worlds.run(check_job, ranks=2, devices=2, args=(job,)):
+        for report in found:
+            assert report.is_equal, str(report)
 
 
 def refuse(kind: str) -> None:

@@ -11,7 +11,7 @@ from torch_xla_pp.compile.explanation import (
 from torch_xla_pp.compile.export import export_joint
 from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.loss_cost import cost_of_loss, returned_by, unknown_ops
-from torch_xla_pp.compile.loss_program import LossProgram, split_loss
+from torch_xla_pp.compile.loss_program import LossProgram, of_rows, split_loss
 from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.model_work import work_of
 from torch_xla_pp.compile.names import (
@@ -108,6 +108,7 @@ __all__ = [
     "returned_by",
     "route_in",
     "route_out",
+    "of_rows",
     "rules_of",
     "split_loss",
     "shared_part",

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from torch_xla_pp.compile.atom_costs import bytes_of_value, cost_of_function
 from torch_xla_pp.compile.export import export_joint
+from torch_xla_pp.compile.loss_program import split_loss
 from torch_xla_pp.compile.partition import value_and_grads
 from torch_xla_pp.graph import CallSpec
 from torch_xla_pp.work import Cost
@@ -28,7 +29,7 @@ class _Loss(nn.Module):
         self.function = function
 
     def forward(self, output: Any, target: Any) -> Any:
-        return self.function(output, target)
+        return split_loss(self.function(output, target))
 
 
 def cost_of_loss(

@@ -7,6 +7,7 @@ program, without a gradient.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -38,9 +39,10 @@ class _LossModule(nn.Module):
         self._output = output
 
     def forward(self, *tensors: Tensor) -> Any:
-        """Take the tensors of the outputs, then the target."""
-        *outputs, target = tensors
-        return split_loss(self.function(self._output.fill(outputs), target))
+        """Take the tensors of the outputs, then the target and what follows it."""
+        count = self._output.num_slots
+        output = self._output.fill(tensors[:count])
+        return split_loss(self.function(output, *tensors[count:]))
 
 
 def split_loss(result: Any) -> tuple[Any, Any]:
@@ -57,6 +59,42 @@ def split_loss(result: Any) -> tuple[Any, Any]:
     return loss, pytree.tree_map_only(Tensor, Tensor.detach, metrics)
 
 
+def of_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a loss function that counts the rows of a microbatch by weights.
+
+    Args:
+        function: A loss that is a mean or a sum over rows.
+
+    Returns:
+        Takes a weight of each row behind the target; returns the weighted sum of the
+        rows' losses, and the sum of the metrics of rows whose weight is not zero.
+    """
+
+    def weighted(output: Any, target: Tensor, weights: Tensor) -> tuple[Any, Any]:
+        def loss_of_row(output: Any, target: Tensor) -> tuple[Any, Any]:
+            one = pytree.tree_map_only(Tensor, _as_row, output)
+            return split_loss(function(one, _as_row(target)))
+
+        found: tuple[Tensor, Any]
+        found = torch.vmap(loss_of_row, randomness="different")(output, target)
+        losses, metrics = found
+        is_counted = weights != 0
+
+        def total(values: Tensor) -> Tensor:
+            shape = (-1,) + (1,) * (values.dim() - 1)
+            return (values * is_counted.view(shape).to(values.dtype)).sum(0)
+
+        return (losses * weights.to(losses.dtype)).sum(), pytree.tree_map(
+            total, metrics
+        )
+
+    return weighted
+
+
+def _as_row(value: Tensor) -> Tensor:
+    return value.unsqueeze(0)
+
+
 class LossProgram:
     """One program for a loss, and for its gradient scaled by a factor.
 
@@ -64,11 +102,11 @@ class LossProgram:
     when they were written to; all else that it reads from outside is built in.
 
     Args:
-        function: Takes the stage's output and the target, returns a scalar, or what
-            `split_loss` takes.
+        function: Takes the stage's output, the target and what follows it, returns a
+            scalar, or what `split_loss` takes.
         output: How the stage's outputs are put together.
-        inputs: Examples of the outputs' tensors and of the target; only metadata
-            counts.
+        inputs: Examples of the outputs' tensors, of the target and of what follows it;
+            only metadata counts.
         shardings: Sharding of each of them; gradients get the same.
         rules: How operations are run, see `compile.lowering`.
 
@@ -127,7 +165,7 @@ class LossProgram:
         """Enqueue the program.
 
         Args:
-            inputs: The outputs' tensors and the target, on the device.
+            inputs: The outputs' tensors, the target and what follows it, on the device.
             scale: What to multiply the gradient by, a scalar of the loss's dtype on
                 the device.
             marks: The `MARK` of the action that it is part of, nothing if that is not

@@ -5,8 +5,11 @@ from torch_xla_pp.launch.device_mesh import (
     explain_mesh,
     init_device_mesh,
 )
+from torch_xla_pp.launch.placements import annotate_for_placements
+from torch_xla_pp.launch.rank_mesh import RankMesh
 from torch_xla_pp.launch.xla_device import device
 
-__all__ = ["PipelineMesh", "device", "init_device_mesh"]
+__all__ = ["PipelineMesh", "RankMesh", "device", "init_device_mesh"]
 
 explain_mesh()
+annotate_for_placements()

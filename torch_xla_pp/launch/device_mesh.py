@@ -5,16 +5,17 @@ so its rank and world size say nothing about the job.
 """
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 import torch_xla.distributed.spmd as xs
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as _init_torch_mesh
 
 from torch_xla_pp import xla_compat
+from torch_xla_pp.launch.rank_mesh import RankMesh, rank_mesh
 from torch_xla_pp.launch.xla_device import device
 from torch_xla_pp.mesh import MeshLayout, launch_hint
 from torch_xla_pp.planner import PipelinePlan
@@ -49,7 +50,9 @@ class PipelineMesh:
 
     The first axes count ranks and behave as one of `torch.distributed`'s meshes:
     `get_group`, `get_local_rank`, `mesh["pp"]`. The other axes count the devices of a
-    rank: slicing them gives the SPMD mesh that torch_xla's `mark_sharding` takes.
+    rank: slicing them, any of them, gives a `RankMesh`, which torch_xla's
+    `mark_sharding`, torch's `distribute_tensor` and stages take. A slice of both kinds
+    is a mesh of this class again.
 
     Example:
         >>> mesh = init_device_mesh("xla", (2, 2, 2),
@@ -60,35 +63,42 @@ class PipelineMesh:
 
     device_type = "xla"
 
-    def __init__(self, layout: MeshLayout, processes: DeviceMesh) -> None:
+    def __init__(
+        self,
+        layout: MeshLayout,
+        processes: DeviceMesh,
+        named: Sequence[str] | None = None,
+        whole: RankMesh | None = None,
+    ) -> None:
         self._layout = layout
         self._processes = processes
-        self._local: dict[tuple[str, ...], Any] = {}
-        devices = np.arange(layout.num_local_devices)
-        self._devices = devices.reshape(layout.local_shape)
+        self._named = layout.names if named is None else tuple(named)
+        self._whole = whole
+        self._slices: dict[tuple[str, ...], RankMesh] = {}
 
     def __repr__(self) -> str:
-        return f"PipelineMesh({self._layout})"
+        axes = zip(self._named, self.shape, strict=True)
+        return f"PipelineMesh({' x '.join(f'{name}={size}' for name, size in axes)})"
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the size of every axis."""
-        return self._layout.shape
+        sizes = dict(zip(self._layout.names, self._layout.shape, strict=True))
+        return tuple(sizes[name] for name in self._named)
 
     @property
     def ndim(self) -> int:
         """Return the number of axes."""
-        return len(self._layout.shape)
+        return len(self._named)
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...]:
         """Return the name of every axis."""
-        return self._layout.names
+        return self._named
 
     def size(self, mesh_dim: int | None = None) -> int:
         """Return the size of one axis, or of the whole mesh."""
-        shape = self._layout.shape
-        return int(np.prod(shape)) if mesh_dim is None else shape[mesh_dim]
+        return math.prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
 
     def get_group(self, mesh_dim: str | int | None = None) -> dist.ProcessGroup:
         """Return the process group of a process axis; None names the only one.
@@ -112,35 +122,40 @@ class PipelineMesh:
         """Return the mesh of the named axes.
 
         Args:
-            names: Process axes, for a `DeviceMesh` over ranks; or all local axes in
-                any order, for a torch_xla SPMD mesh over this rank's devices.
+            names: Process axes, for a `DeviceMesh` over ranks; local axes, in any
+                order, for a `RankMesh` over this rank's devices; or some of both.
 
         Raises:
-            ValueError: The names are neither.
+            ValueError: There is no such axis, or one is named twice.
         """
         wanted = (names,) if isinstance(names, str) else tuple(names)
-        processes, local = self._layout.process_names, self._layout.local_names
-        if wanted and set(wanted) <= set(processes):
-            return self._processes[wanted]
-        if sorted(wanted) != sorted(local):
+        unknown = [name for name in wanted if name not in self._named]
+        if unknown or not wanted or len(set(wanted)) < len(wanted):
             raise ValueError(
-                f"mesh{list(wanted)}: expected process axes out of {processes}, or "
-                f"all local axes {local}, since an SPMD mesh must span all devices of "
-                "a rank. Name all of them."
+                f"mesh{list(wanted)}: expected different ones of {self._named}. Name "
+                "axes of this mesh."
             )
-        if wanted not in self._local:
-            order = [local.index(name) for name in wanted]
-            devices = self._devices.transpose(order)
-            self._local[wanted] = xs.Mesh(devices.flatten(), devices.shape, wanted)
-        return self._local[wanted]
+        if set(wanted) <= set(self._layout.process_names):
+            return self._processes[wanted]
+        if not set(wanted) <= set(self._layout.local_names):
+            whole = self._rank_mesh
+            return PipelineMesh(self._layout, self._processes, wanted, whole)
+        if wanted not in self._slices:
+            self._slices[wanted] = self._rank_mesh[wanted]
+        return self._slices[wanted]
+
+    @functools.cached_property
+    def _rank_mesh(self) -> RankMesh:
+        names, shape = self._layout.local_names, self._layout.local_shape
+        return self._whole or rank_mesh(dict(zip(names, shape, strict=True)))
 
     def _process_axis(self, what: str, mesh_dim: str | int | None) -> str:
         """Return the name of a process axis."""
-        axes = self._layout.process_names
+        axes = tuple(n for n in self._named if n in self._layout.process_names)
+        if isinstance(mesh_dim, int) and 0 <= mesh_dim < self.ndim:
+            mesh_dim = self._named[mesh_dim]
         if mesh_dim is None and len(axes) == 1:
             return axes[0]
-        if isinstance(mesh_dim, int) and 0 <= mesh_dim < len(axes):
-            return axes[mesh_dim]
         if isinstance(mesh_dim, str) and mesh_dim in axes:
             return mesh_dim
         raise ValueError(
@@ -156,12 +171,11 @@ def init_device_mesh(
     *,
     mesh_dim_names: tuple[str, ...] | None = None,
     plan: PipelinePlan | None = None,
+    shapes: Sequence[Mapping[str, int]] | None = None,
 ) -> PipelineMesh:
     """Make the mesh of the job; every rank must call it.
 
-    All ranks get equal local axes. Where they have other devices or shard values over
-    other axes, each makes a torch_xla mesh of its own for its stages; or a plan says
-    what each has.
+    All ranks get equal local axes, unless `shapes` or a plan say what each has.
 
     Args:
         device_type: "xla".
@@ -172,11 +186,17 @@ def init_device_mesh(
             `replicas` of `PipelineStage`.
         plan: In place of shape and names: process axes "dp", if there are replicas, and
             "pp", and local axes as planned for the rank.
+        shapes: In place of all these: the local axes of each rank of a pipeline, name →
+            size. Process axes are "pp", and "dp" before it if there are ranks for
+            several such pipelines.
 
     Raises:
         ValueError: The shape or the plan does not fit the number of ranks or devices,
-            or ranks have different plans, on every rank; or
+            or ranks have different plans or shapes, on every rank; or
             `init_process_group("xla_pp")` was not called before.
+
+    Example:
+        >>> mesh = init_device_mesh("xla", shapes=[{"data": 2}, {"model": 4}])
     """
     if device_type != "xla":
         raise ValueError(
@@ -186,6 +206,8 @@ def init_device_mesh(
     group = of_group(None)
     if plan is not None:
         return _planned_mesh(plan, group)
+    if shapes is not None:
+        return _mesh_of_shapes([dict(axes) for axes in shapes], group)
     shape, names = tuple(mesh_shape or ()), tuple(mesh_dim_names or ())
     layout = MeshLayout(shape=shape, names=names)
     device()
@@ -215,9 +237,35 @@ def _planned_mesh(plan: PipelinePlan, group: XlaPpProcessGroup) -> PipelineMesh:
             + "\nMake another plan, or launch with: TORCH_XLA_PP_PLAN=plan.json "
             f"torchrun --nproc-per-node {len(planned)} script.py"
         )
-    axes = {"dp": plan.batch.replicas} if plan.batch.replicas > 1 else {}
-    axes["pp"] = len(plan.ranks)
-    local = planned[group.rank()].mesh
+    return _mesh_of_rank(
+        planned[group.rank()].mesh, plan.batch.replicas, len(plan.ranks)
+    )
+
+
+def _mesh_of_shapes(
+    shapes: Sequence[dict[str, int]], group: XlaPpProcessGroup
+) -> PipelineMesh:
+    """Make the mesh of ranks with axes of their own."""
+    device()
+    replicas = max(1, group.size() // max(1, len(shapes)))
+    own = (xla_compat.num_local_devices(), str(list(shapes)))
+    found = group.rendezvous.exchange("devices of shapes", own)
+    every = [*shapes] * replicas
+    wanted = [math.prod(axes.values()) for axes in every]
+    faults = _plan_faults(wanted, found, "shapes")
+    if faults:
+        raise ValueError(
+            "init_device_mesh: shapes do not fit the job:\n  "
+            + "\n  ".join(faults)
+            + "\nChange them, or launch as many ranks, each with its CPU_NUM_DEVICES."
+        )
+    return _mesh_of_rank(every[group.rank()], replicas, len(shapes))
+
+
+def _mesh_of_rank(local: Mapping[str, int], replicas: int, ranks: int) -> PipelineMesh:
+    """Make the mesh of a rank that has local axes of its own."""
+    axes = {"dp": replicas} if replicas > 1 else {}
+    axes["pp"] = ranks
     return _mesh_of(
         MeshLayout(
             shape=(*axes.values(), *local.values()),
@@ -227,12 +275,15 @@ def _planned_mesh(plan: PipelinePlan, group: XlaPpProcessGroup) -> PipelineMesh:
     )
 
 
-def _plan_faults(devices: Sequence[int], found: Sequence[tuple[int, str]]) -> list[str]:
+def _plan_faults(
+    devices: Sequence[int], found: Sequence[tuple[int, str]], what: str = "plan"
+) -> list[str]:
     """List what does not fit between a plan and the ranks of a job.
 
     Args:
         devices: Devices of each rank as planned.
         found: Devices of each rank as launched, and the digest of its plan.
+        what: What says so.
     """
     faults = []
     if len(devices) != len(found):
@@ -242,7 +293,7 @@ def _plan_faults(devices: Sequence[int], found: Sequence[tuple[int, str]]) -> li
             faults.append(f"rank {rank}: expected {wanted} devices, got {count}")
     digests = [digest for _, digest in found]
     if len(set(digests)) > 1:
-        faults.append(f"expected the same plan on every rank, got {digests}")
+        faults.append(f"expected the same {what} on every rank, got {digests}")
     return faults
 
 

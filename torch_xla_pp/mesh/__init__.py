@@ -11,6 +11,7 @@ from torch_xla_pp.mesh.local_mesh import (
     TensorSpec,
     axis_names,
 )
+from torch_xla_pp.mesh.noted import note_partition, noted_partition
 from torch_xla_pp.mesh.rank_layout import AUTO, BatchAxis, RankLayout
 from torch_xla_pp.mesh.reshard import Piece, Runs, reshard
 from torch_xla_pp.mesh.rules import Sharding, assign_partitions, match_rules
@@ -38,6 +39,8 @@ __all__ = [
     "first_match",
     "launch_hint",
     "match_rules",
+    "note_partition",
+    "noted_partition",
     "presets",
     "reshard",
     "striped_positions",

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -32,6 +33,15 @@ class StepResult:
     buffers: dict[str, Tensor]
 
 
+class _Named(NamedTuple):
+    """A parameter or buffer of a stage, by its name there and in the model."""
+
+    stage: int
+    name: str
+    in_model: str
+    value: Tensor
+
+
 class ComparedPipeline:
     """A rank's stages under a schedule, by the names of the unsplit model."""
 
@@ -52,6 +62,7 @@ class ComparedPipeline:
         own = [v for s in stages for v in s.submod.parameters()]
         self._is_cut_out = any(id(value) in self._names for value in own)
         self.is_cut_from_model = False
+        self.ties: dict[str, str] = {}
 
     @property
     def title(self) -> str:
@@ -68,9 +79,9 @@ class ComparedPipeline:
             ValueError: The ranks differ, or names of stages are not in the model.
         """
         is_last = any(stage.is_last for stage in self.rank.stages)
-        own = (is_last, self._is_cut_out, _digest(call), self._unknown())
+        own = (is_last, self._is_cut_out, _digest(call), self._unknown(), self._ties())
         told = self.group.rendezvous.exchange("verify", own)
-        last, cut_out, digests, unknown = zip(*told, strict=True)
+        last, cut_out, digests, unknown, ties = zip(*told, strict=True)
         if len(set(digests)) > 1:
             raise ValueError(
                 "verify: expected the same batch on every rank, got batches with the "
@@ -83,11 +94,12 @@ class ComparedPipeline:
                 f"their names, got {names}. Rename them in the stage's module."
             )
         self.is_cut_from_model = any(cut_out)
+        self.ties = {name: tie for own in ties for name, tie in own.items()}
         return last.index(True)
 
     def values(self) -> dict[str, Tensor]:
         """Return parameters and buffers, by the model's names."""
-        return {name: value for _, name, value in self._named()}
+        return {named.in_model: named.value for named in self._named()}
 
     def bring(self, root: int, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return values of all ranks on the root's host, nothing on other ranks."""
@@ -149,41 +161,49 @@ class ComparedPipeline:
             output = self.schedule.step(*inputs, **options, **more)
         else:
             output = self.schedule.eval(*inputs, **options)
-        named = self._named()
+        every = self._named()
         return StepResult(
             outputs=tensors_of(host_copy(output)),
             losses=host_copy(losses),
             grads={
-                name: value.grad
-                for _, name, value in named
-                if value.grad is not None and name in self.compared
+                named.in_model: named.value.grad
+                for named in every
+                if named.value.grad is not None and named.in_model in self.compared
             },
             buffers={
-                name: value.detach().cpu()
-                for _, name, value in named
-                if not isinstance(value, nn.Parameter)
+                named.in_model: named.value.detach().cpu()
+                for named in every
+                if not isinstance(named.value, nn.Parameter)
             },
         )
 
-    def _named(self) -> list[tuple[str, str, Tensor]]:
-        """Return name in the stage, name in the model and value, of all in both."""
-        found = []
+    def _named(self) -> list[_Named]:
+        """Return all parameters and buffers that stages and model have."""
         known = named_values(self.model)
-        for stage in self.rank.stages:
-            for name, value in named_values(stage.submod).items():
-                in_model = self._names.get(id(value), name)
-                if in_model in known:
-                    found.append((name, in_model, value))
-        return found
+        found = [
+            _Named(stage.stage_index, name, self._names.get(id(value), name), value)
+            for stage in self.rank.stages
+            for name, value in named_values(stage.submod).items()
+        ]
+        return [named for named in found if named.in_model in known]
+
+    def _ties(self) -> dict[str, str]:
+        """Return name in the model → tie, of parameters that several stages have."""
+        ties = {stage.stage_index: stage.model.tied for stage in self.rank.stages}
+        return {
+            named.in_model: ties[named.stage][named.name]
+            for named in self._named()
+            if named.name in ties[named.stage]
+        }
 
     def _unknown(self) -> list[str]:
         """Return the stages' parameters that the model does not have."""
-        known = {name for name, _, _ in self._named()}
+        known = {(named.stage, named.name) for named in self._named()}
         return [
             f"{name} of stage {stage.stage_index}"
             for stage in self.rank.stages
             for name, _ in stage.submod.named_parameters()
-            if name not in known
+            if (stage.stage_index, name) not in known
         ]
 
 

@@ -164,6 +164,7 @@ def _unsplit(pipeline: ComparedPipeline, brought: _Brought) -> UnsplitModel:
         pipeline.compared,
         pipeline.rank.loss_function if pipeline.is_trained else None,
         training=pipeline.training,
+        ties=pipeline.ties,
     )
 
 

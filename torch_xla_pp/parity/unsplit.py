@@ -25,6 +25,8 @@ class UnsplitModel:
         compared: Names of the parameters that get gradients.
         loss_fn: Computes the loss from output and target, None for no loss.
         training: The mode that it runs in.
+        ties: Name → tie, of parameters that are one: making a stage by hand parts them
+            in the model that it is made of.
 
     Raises:
         ValueError: A parameter or buffer of the model has no value anywhere.
@@ -38,9 +40,14 @@ class UnsplitModel:
         loss_fn: Callable[[Any, Any], Any] | None,
         *,
         training: bool,
+        ties: Mapping[str, str],
     ) -> None:
         self._loss_fn = loss_fn
         self._module = _copied(model, values)
+        one: dict[str, Tensor] = {}
+        for place in places_of(self._module):
+            if place.name in ties:
+                place.put(one.setdefault(ties[place.name], place.tensor))
         if self._module.training != training:
             self._module.train(training)
         for name, parameter in named_values(self._module).items():

@@ -22,6 +22,7 @@ from torch_xla_pp.planner.plan_values import (
     Prediction,
     SearchCounts,
 )
+from torch_xla_pp.planner.predicted_collectives import predicted_collectives
 from torch_xla_pp.planner.rank_links import links_of
 from torch_xla_pp.planner.search import SearchResult
 from torch_xla_pp.planner.settings import Request
@@ -65,7 +66,7 @@ def plan_of(
         stages=tuple(_stages(graph, best)),
         ranks=_ranks(evaluator, best),
         schedule=_schedule(best),
-        predicted=_prediction(request, best),
+        predicted=_prediction(request, evaluator, best),
         costs=CostSource(
             source=_source(evaluator),
             device=device.name,
@@ -191,7 +192,7 @@ def _ranks(evaluator: Evaluator, best: Evaluation) -> tuple[PlannedRank, ...]:
     return (rank,) * setting.num_ranks
 
 
-def _prediction(request: Request, best: Evaluation) -> Prediction:
+def _prediction(request: Request, evaluator: Evaluator, best: Evaluation) -> Prediction:
     costs, schedule = best.costs, best.order.schedule
     live = peak_live(schedule)
     ranks, busy = [], []
@@ -225,6 +226,9 @@ def _prediction(request: Request, best: Evaluation) -> Prediction:
             for stage in range(best.cut.num_stages)
         ),
         flows=costs.flows,
+        collectives=predicted_collectives(
+            evaluator.works(best.cut.setting.strategy, best.cut.setting.rows), best.cut
+        ),
     )
 
 

@@ -310,7 +310,9 @@ class WorkCosts:
         if not self.strategy.has_fsdp:
             per_s = device.link_bytes_per_s
             found += _ring(self.parameter_bytes, self.strategy.data, per_s, 0.0) * 2
-        return found + 2 * _ring(self.parameter_bytes, replicas, link.bytes_per_s, 0.0)
+        # A link takes what all devices of a rank send: every parameter, once.
+        sent = self.table.parameter_bytes
+        return found + 2 * _ring(sent, replicas, link.bytes_per_s, 0.0)
 
     @cached_property
     def split_s(self) -> Array:

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import LossProgram, example_of, rules_of, split_loss
+from torch_xla_pp.compile import (
+    LossProgram,
+    example_of,
+    of_rows,
+    rules_of,
+    split_loss,
+)
 from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.graph import Captured, Template
 from torch_xla_pp.mesh import TensorSpec
@@ -30,6 +36,7 @@ class _Key(NamedTuple):
     output: Template
     autocast: torch.dtype | None
     captured: int
+    is_weighted: bool
 
 
 class StageLoss:
@@ -49,8 +56,9 @@ class StageLoss:
         scale: As given.
         extra_bytes: What the last loss took on a device beside its arguments, zero if
             that is not known.
-        losses: The losses of the last step, by microbatch, without a graph.
+        losses: Microbatch → its loss in the last step, without a graph.
         metrics: What else the function has returned for each of them.
+        next_weights: The weight of each row of the next batch, None for none.
     """
 
     def __init__(
@@ -66,14 +74,17 @@ class StageLoss:
         # Of the first target of a step.
         self._shape: torch.Size | None = None
         self.extra_bytes = 0
-        self.losses: list[Any] = []
-        self.metrics: list[Any] = []
+        self.losses: dict[int, Tensor] = {}
+        self.metrics: dict[int, Any] = {}
+        self.next_weights: Tensor | None = None
+        self._weights: Tensor | None = None
 
     def begin_step(self) -> None:
         """Look at what the function reads from outside; takes some µs."""
         self._captured = self._state.number()
         self._shape = None
-        self.losses, self.metrics = [], []
+        self.losses, self.metrics = {}, {}
+        self._weights, self.next_weights = self.next_weights, None
 
     def __call__(
         self,
@@ -82,6 +93,7 @@ class StageLoss:
         target: Any,
         rows: int,
         marks: Mapping[str, Tensor],
+        microbatch: int,
     ) -> tuple[Any, dict[int, Tensor] | None]:
         """Compute the loss of one microbatch.
 
@@ -91,6 +103,7 @@ class StageLoss:
             target: The microbatch's target, on the host or the device.
             rows: Rows of the microbatch.
             marks: The mark of its forward, nothing if that is not recorded.
+            microbatch: Its index.
 
         Returns:
             The loss, and output index → gradient; None in place of the gradients if
@@ -101,33 +114,42 @@ class StageLoss:
         """
         self.extra_bytes = 0
         if not isinstance(target, Tensor):
-            return self._run_eagerly(output, target), None
+            return self._run_eagerly(microbatch, output, target), None
         self._check_shape(target)
+        weights = self._weights_of(microbatch, rows)
         template, outputs = Template.of(output)
         partition = self._world.layout.batch_partition(tuple(target.shape), rows)
         wanted = (*specs, TensorSpec.of(target, partition, False))
-        key = _Key(wanted, template, autocast_dtype(), self._captured)
+        wanted += tuple(TensorSpec.of(value, (None,), False) for value in weights)
+        key = _Key(wanted, template, autocast_dtype(), self._captured, bool(weights))
         if key not in self._programs:
             self._programs[key] = self._compile(key)
         program = self._programs[key]
         if program is None:
-            return self._run_eagerly(output, target), None
+            return self._run_eagerly(microbatch, output, target, *weights), None
         pinned = self._world.place(target, partition)
+        pinned_weights = [self._world.place(value, (None,)) for value in weights]
         leaves = [value.detach() for value in outputs]
         scale = self._scale(program.dtype)
-        loss, grads, metrics = program([*leaves, pinned], scale, marks)
+        loss, grads, metrics = program([*leaves, pinned, *pinned_weights], scale, marks)
         self.extra_bytes = program.extra_bytes
-        self._keep(loss, metrics)
+        self.losses[microbatch], self.metrics[microbatch] = loss, metrics
         return loss, grads
 
-    def _run_eagerly(self, output: Any, target: Any) -> Any:
-        loss, metrics = split_loss(self.function(output, target))
-        self._keep(loss.detach(), metrics)
+    def _run_eagerly(
+        self, microbatch: int, output: Any, target: Any, *weights: Tensor
+    ) -> Any:
+        function = of_rows(self.function) if weights else self.function
+        given = [value.to(target.device) for value in weights]
+        loss, metrics = split_loss(function(output, target, *given))
+        self.losses[microbatch], self.metrics[microbatch] = loss.detach(), metrics
         return loss
 
-    def _keep(self, loss: Tensor, metrics: Any) -> None:
-        self.losses.append(loss)
-        self.metrics.append(metrics)
+    def _weights_of(self, microbatch: int, rows: int) -> list[Tensor]:
+        """Return the weights of a microbatch's rows, nothing if all count alike."""
+        if self._weights is None:
+            return []
+        return [self._weights[microbatch * rows : (microbatch + 1) * rows]]
 
     def _check_shape(self, target: Tensor) -> None:
         """Refuse what is left over of a batch, before the loss function meets it."""
@@ -144,7 +166,8 @@ class StageLoss:
         shardings = [self._world.sharding(spec.partition) for spec in key.inputs]
         try:
             rules = rules_of(self._world)
-            return LossProgram(self.function, key.output, examples, shardings, rules)
+            function = of_rows(self.function) if key.is_weighted else self.function
+            return LossProgram(function, key.output, examples, shardings, rules)
         except PipelineError:
             raise
         except Exception as error:

@@ -115,7 +115,7 @@ class StageOutputs:
         specs = compiled.outputs
         if not is_trained:
             specs = tuple(replace(spec, requires_grad=False) for spec in specs)
-        value, grads = loss(output, specs, target, plan.rows, marks)
+        value, grads = loss(output, specs, target, plan.rows, marks, self.last)
         if grads is None:
             return self._differentiate(compiled, self.last, value, loss.scale)
         self._take_output(self.last)

@@ -72,13 +72,14 @@ def _sum(*values: Any) -> Any:
 
 
 def _of_last_stage(
-    schedule: Any, what: str, kept: Callable[[StageLoss], list[Any]]
+    schedule: Any, what: str, kept: Callable[[StageLoss], dict[int, Any]]
 ) -> list[Any]:
     """Return on all ranks what the one of the last stage has kept."""
     rank = RankPipeline.of(schedule)
     rendezvous = rank.stages[0].process_group.rendezvous
     with rendezvous.reporting(f"in {what}"):
-        found = [] if rank.loss is None else kept(rank.loss)
+        by_index = {} if rank.loss is None else kept(rank.loss)
+        found = [by_index[index] for index in sorted(by_index)]
         own = pytree.tree_map_only(Tensor, lambda value: value.cpu(), found)
         told: list[list[Any]] = rendezvous.exchange(what, own)
     every = next(filter(None, told), None)

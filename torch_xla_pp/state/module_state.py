@@ -33,7 +33,12 @@ from torch_xla_pp.deferred import (
 )
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.hlo import OpShardingArgs, parse_sharding
-from torch_xla_pp.mesh import Partition, Sharding, assign_partitions
+from torch_xla_pp.mesh import (
+    Partition,
+    Sharding,
+    assign_partitions,
+    noted_partition,
+)
 from torch_xla_pp.state.gathered_weights import GatheredWeights
 from torch_xla_pp.torch_compat import take_value
 from torch_xla_pp.world import World
@@ -71,7 +76,7 @@ class ModuleState:
         self._before: dict[str, Tensor] = {}
         self.copies: set[str] = set()
         self.fixed: dict[str, Tensor] = {}
-        self._partitions = assign_partitions(
+        self._partitions = _noted(module, world) | assign_partitions(
             sharding, shapes_of(module), world.local, whole_model=whole_model
         )
         record_resets(module)
@@ -260,6 +265,31 @@ class ModuleState:
                 f"{'; '.join(changed)}. Shard them before it."
             )
         self._texts = texts
+
+
+def _noted(module: nn.Module, world: World) -> dict[str, Partition]:
+    """Return the partitions that were noted on parameters and buffers.
+
+    Raises:
+        ValueError: One does not fit the mesh; all faults are listed, one a line.
+    """
+    found: dict[str, Partition] = {}
+    faults = []
+    for place in places_of(module):
+        partition = noted_partition(place.tensor)
+        if partition is not None:
+            found[place.name] = partition
+            faults += [
+                f"{place.name}: {partition}: {fault}"
+                for fault in world.local.faults(tuple(place.tensor.shape), partition)
+            ]
+    if faults:
+        raise ValueError(
+            "distribute_tensor: expected placements on axes of the stage's mesh that "
+            "divide the dimensions, got others. Correct these:\n  "
+            + "\n  ".join(faults)
+        )
+    return found
 
 
 def _unwrap(module: nn.Module) -> None:
