@@ -36,7 +36,8 @@ import torch
 from sides import NUM_RANKS
 
 SCHEDULES = ("GPipe", "1F1B", "ZBVZeroBubble")
-STEPS = 4
+# By then the heap has grown to what it needs, but for a few pages.
+STEPS = 8
 
 
 def measure(schedule: str, microbatches: int, size: dict[str, int]) -> dict[str, Any]:

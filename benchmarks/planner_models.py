@@ -110,10 +110,12 @@ class WorkBuilder:
         )
 
 
-def gpt(layers: int, width: int = 1024, length: int = 1024) -> WorkGraph:
-    """Return a GPT of two works a block, bfloat16, a vocabulary of 50,304."""
+def gpt(
+    layers: int, width: int = 1024, length: int = 1024, vocab: int = 50_304
+) -> WorkGraph:
+    """Return a GPT of two works a block, bfloat16."""
     build = WorkBuilder(2)
-    vocab, number = 50_304, length * width
+    number = length * width
     at = build.given("tokens", length)
     at = build.add("embed", [at], number, 0.0, [(vocab, width), (length, width)])
     for layer in range(layers):
@@ -155,6 +157,44 @@ def mmt(branches: int) -> WorkGraph:
     flops = 2.0 * length * total * width
     build.add("head", [at], width * length, flops, [(width, total)])
     return build.graph(f"mmt, {branches} branches")
+
+
+def case_study() -> WorkGraph:
+    """Return two branches of four blocks, joined by nothing but a concatenation."""
+    build = WorkBuilder(4)
+    width, length = 1024, 256
+    ends = []
+    for branch in range(2):
+        at = build.given(f"input{branch}", width * length)
+        for layer in range(4):
+            name = f"branches.{branch}.{layer}"
+            at = _attention(build, name, at, width, length)
+            at = _mlp(build, name, at, width, length, 4)
+        ends.append(at)
+    build.add("concat", ends, 2 * width * length, 0.0)
+    return build.graph("case study")
+
+
+def three_branches() -> WorkGraph:
+    """Return three equal works beside each other, and one that joins them."""
+    build = WorkBuilder(4)
+    ends = [
+        _linear(build, f"branch{n}", build.given(f"input{n}", 4096), 4096)
+        for n in range(3)
+    ]
+    build.add("join", ends, 4096, 2.0 * 4096 * 4096, [(4096, 4096)])
+    return build.graph("three branches")
+
+
+def sequential(layers: int = 32) -> WorkGraph:
+    """Return transformer layers of MMT's size, one after the other."""
+    build = WorkBuilder(4)
+    width, length = 1024, 256
+    at = build.given("input", width * length)
+    for layer in range(layers):
+        at = _attention(build, f"layers.{layer}", at, width, length)
+        at = _mlp(build, f"layers.{layer}", at, width, length, 4)
+    return build.graph(f"sequential, {layers} layers")
 
 
 def dlrm() -> WorkGraph:

@@ -108,6 +108,8 @@ def test_layers_of_a_traced_model_are_repeated() -> None:
     assert [work.digest for work in few.works] == [work.digest for work in many.works]
     assert [work.module for work in few.works] == [work.module for work in many.works]
     assert few.edges == many.edges
+    # No model has its operations.
+    assert not few.op_digests and many.op_digests
     plans = [make_plan(work, rows=32, ranks=4, replicas=(1,)) for work in (few, many)]
     assert plans[0].predicted == plans[1].predicted
 

@@ -86,10 +86,16 @@ def test_help_of_a_plan_has_examples_that_run(
     for name in ("plan.json", "other.json"):
         assert main(["plan", "work.json", *OPTIONS, "--output", name]) == 0
     capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main(["plan", "make", "--help"])
-    assert stop.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
+    printed = []
+    for words in (["plan", "--help"], ["plan", "make", "--help"]):
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == 0
+        printed.append(capsys.readouterr().out)
+    # All options are those of `plan make`.
+    examples = printed[1].split("examples:")[1]
+    assert printed[0].endswith(examples) and "--memory-png" in printed[1]
+    lines = printed[1].splitlines()
     examples = [line for line in lines if line.startswith("  python -m torch_xla_pp ")]
     assert len(examples) >= 4
     for example in examples:

@@ -33,6 +33,9 @@ OPTIONS: dict[str, Any] = {"lr": 1e-3, "eps": 1e-3}
 DEVICE = dataclasses.replace(
     DeviceSpec.named("cpu"), name="slow", flops_per_s=1e7, bytes_per_s=1e7
 )
+QUICK = dataclasses.replace(
+    DEVICE, name="quick", action_s=1e-7, link_latency_s=1e-7, link_bytes_per_s=1e12
+)
 RULES = xpp.AxisRules(
     parameters={
         "*.qkv.weight": ("heads", "embed"),
@@ -86,6 +89,13 @@ ONE_DEVICE = [
         order="interleaved",
         schedule="ScheduleInterleaved1F1B",
         is_deferred=True,
+    ),
+    # Two stages on a rank, of any place, whose backwards are split.
+    Case(
+        model="tied",
+        order="list",
+        schedule="ScheduleFromTable",
+        options={"device": QUICK},
     ),
 ]
 REPLICAS = [
@@ -276,11 +286,13 @@ def cut_modules(plan: PipelinePlan) -> set[str]:
 
 
 def test_plans_train_as_the_unsplit_model(worlds: Worlds) -> None:
-    tied, skips, branches, deferred = trained(worlds, ONE_DEVICE)
+    tied, skips, branches, deferred, listed = trained(worlds, ONE_DEVICE)
     assert tied.model.tied == ("embed.weight",)
     assert [stage.rank for stage in skips.stages] == [0, 1, 1, 0]
     assert [stage.inputs[0] for stage in branches.stages] == ["x", "y"]
     assert cut_modules(deferred) == {"blocks.0"}
+    assert [stage.rank for stage in listed.stages] == [0, 1, 0, 1]
+    assert {a.kind for row in listed.table().actions for a in row} == {*"FIW"}
 
 
 def test_replicas_of_a_plan_train_as_the_unsplit_model(worlds: Worlds) -> None:

@@ -134,6 +134,10 @@ MUTANTS: dict[str, tuple[Callable[[PipelinePlan], PipelinePlan], str]] = {
         lambda p: replace(p, schedule=replace(p.schedule, name="gpipe")),
         "rank 0: expected the stated .* bytes, got",
     ),
+    "a listed order that is not there": (
+        lambda p: replace(p, schedule=replace(p.schedule, name="list")),
+        "schedule: expected a table of actions for list alone, got none for list",
+    ),
     "an unknown schedule": (
         lambda p: replace(p, schedule=replace(p.schedule, name="2f2b")),
         "schedule: expected one of 1f1b, .*, got '2f2b'",

@@ -115,3 +115,7 @@ def test_gradients_are_summed_once_a_step() -> None:
     assert within == pytest.approx(2 * 3 / 4 * state / link)
     fsdp = evaluator.works(Strategy(data=4, has_fsdp=True), 8)
     assert fsdp.gradient_sum_s(1).sum() == 0
+    # A link between ranks takes the shards of all devices.
+    for split in (fsdp, evaluator.works(Strategy(model=4), 8)):
+        between = split.gradient_sum_s(4).sum()
+        assert between == pytest.approx(2 * 3 / 4 * state / link)

@@ -134,6 +134,27 @@ def test_a_listed_plan_is_sound_and_written_out(graph: WorkGraph) -> None:
     assert plan.predicted.step_s <= min(p.predicted.step_s for p in plans.values())
 
 
+def test_stages_change_ranks_where_a_link_is_slow() -> None:
+    slow = Link(latency_s=1e-2, bytes_per_s=1e8)
+    links = {pair: slow for pair in ((0, 1), (1, 0))}
+    network = Network(default=Link(latency_s=1e-6, bytes_per_s=1e11), links=links)
+    plan = make_plan(
+        uneven_gpt(),
+        rows=16,
+        ranks=3,
+        device="v5e",
+        replicas=(1,),
+        microbatches=(8,),
+        schedules=("1f1b", "list"),
+        network=network,
+    )
+    assert plan.schedule.name == "list"
+    ranks = [stage.rank for stage in plan.stages]
+    crossed = {frozenset((ranks[p], ranks[c])) for p, c in plan.edges}
+    assert frozenset((0, 1)) not in crossed
+    check(plan, uneven_gpt())
+
+
 def test_changes_of_a_listed_cut_leave_no_rank_without_a_stage() -> None:
     graph = mmt(2)
     cluster = Cluster(device=DEVICES["v5e"], num_devices=2)

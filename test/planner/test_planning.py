@@ -260,6 +260,24 @@ def test_if_nothing_fits_it_says_what_would_help() -> None:
     assert effects["allow dp, fsdp and tp"].startswith("still needs ")
 
 
+def test_of_many_devices_only_twice_as_many_and_half_the_rows_are_tried() -> None:
+    with pytest.raises(ValueError, match="expected a plan that fits") as caught:
+        make_plan(
+            gpt(2, 4096, 1024),
+            rows=256,
+            devices=256,
+            device="v5e",
+            memory_bytes=2**25,
+            sharding=("dp",),
+            microbatches=(1,),
+            replicas=(64, 128, 256),
+            schedules=("1f1b",),
+        )
+    effects = [line.strip().split(": ")[0] for line in str(caught.value).split("\n")]
+    assert "twice the devices" in effects and "128 rows a step" in effects
+    assert not {"4 times the devices", "64 rows a step"} & {*effects}
+
+
 def test_what_would_help_is_a_plan_that_can_be_made() -> None:
     asked = {"rows": 32, "device": "v5e", "sharding": ("dp",)}
     graph = gpt(24, 4096, 1024)

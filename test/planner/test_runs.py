@@ -12,7 +12,7 @@ from torch_xla_pp.planner.devices import DEVICES, Cluster
 from torch_xla_pp.planner.evaluation import Cut, Evaluator, Setting, renumbered
 from torch_xla_pp.planner.linear_orders import RunSums, linear_orders
 from torch_xla_pp.planner.orders import branches_1f1b
-from torch_xla_pp.planner.runs_search import OrderRuns, RunTables, cut_runs
+from torch_xla_pp.planner.runs_search import OrderRuns, RunCuts, RunTables
 from torch_xla_pp.planner.strategies import Strategy
 from torch_xla_pp.planner.work_costs import WorkTable
 from torch_xla_pp.schedule import dag_1f1b
@@ -117,7 +117,7 @@ def test_the_least_bottleneck_is_found(graph: WorkGraph, data: st.DataObject) ->
     most = float(tables.state[0, -1] + 3 * tables.saved["none"][0, -1])
     capacity = data.draw(st.floats(0, most)) if most else 0.0
     lives = [float(f) for f in range(1, count + 1)]
-    found = cut_runs(tables, lives, capacity)
+    found = RunCuts(tables, lives, capacity)
     for num_stages in range(1, count + 1):
         least = np.inf
         for cuts in combinations(range(1, count), num_stages - 1):
@@ -128,7 +128,7 @@ def test_the_least_bottleneck_is_found(graph: WorkGraph, data: st.DataObject) ->
                 worst = max(worst, float(times[first, end - 1]))
                 first = end
             least = min(least, worst)
-        division = found[num_stages - 1]
+        division = found.division(num_stages)
         if division is None:
             assert least == np.inf
             continue

@@ -8,12 +8,12 @@ from torch_xla_pp.state import SavedValues, StageMemory
 
 pytestmark = pytest.mark.pure
 
-# Bytes of each value, on a device where those of at most 100 bytes are freed late.
+# Bytes of each value, on a device where those of at most 100 bytes are small.
 SIZES = {"a": 100, "b": 60, "large": 1000, "made": 10, "logits": 80, "grad": 80}
 
 
 def saved_values() -> SavedValues:
-    return SavedValues(most_late=100)
+    return SavedValues(most_small=100)
 
 
 def values(*names: str) -> dict[str, Tensor]:
@@ -39,11 +39,22 @@ def test_small_values_are_there_when_the_next_program_begins() -> None:
     saved.take("saved", 0)
     saved.note_run(7)
     assert saved.own.most_active == 1160 + 7
-    # Places of small values are freed too late, pages of large ones in time.
+    # It makes others before those of the program before are freed.
+    saved.note_run(70)
+    saved.put("saved", 1, values("b", "made"), SIZES)
+    assert saved.own.most_active == (160 + 70) + 1007
+
+
+def test_places_of_small_values_are_not_there_for_large_ones() -> None:
+    saved = saved_values()
+    saved.put("saved", 0, values("a", "b"), SIZES)
+    saved.take("saved", 0)
+    saved.note_run(0)
+    saved.note_run(0)
     saved.note_run(2000)
     assert saved.own.most_active == 160 + 2000
-    saved.note_run(2170)
-    assert saved.own.most_active == 2170
+    saved.put("output", 0, values("large"), SIZES)
+    assert saved.own.most_active == 160 + 2000
 
 
 def test_what_a_program_reads_and_leaves_is_counted_once() -> None:

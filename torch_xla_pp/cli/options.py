@@ -72,7 +72,7 @@ def parser(*, has_plans: bool = True) -> ArgumentParser:
     groups = top.add_subparsers(required=True, metavar="COMMAND")
     _add_schedule(groups)
     _add_simulate(groups)
-    plans = _group(groups, "plan", "find out how to cut and run a model")
+    plans = _group(groups, "plan", "find out how to cut and run a model", _PLAN)
     if has_plans:
         _add_plan(plans)
     _add_verify(groups)
@@ -213,8 +213,14 @@ def _add_trace(groups: Any) -> None:
     )
 
 
-def _group(groups: Any, name: str, text: str) -> Any:
-    group = groups.add_parser(name, help=text, description=text)
+def _group(groups: Any, name: str, text: str, epilog: str = "") -> Any:
+    group = groups.add_parser(
+        name,
+        help=text,
+        description=text,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     return group.add_subparsers(required=True, metavar="COMMAND")
 
 

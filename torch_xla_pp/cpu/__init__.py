@@ -12,7 +12,7 @@ On other kinds of devices none of it is done, and no variable or flag is set for
 from torch_xla_pp.cpu.client import (
     copying_large_values,
     give_back_garbage,
-    most_freed_late,
+    most_small_bytes,
     prepare_client,
     starting,
 )
@@ -22,7 +22,7 @@ __all__ = [
     "copying_large_values",
     "give_back_garbage",
     "library_product",
-    "most_freed_late",
+    "most_small_bytes",
     "prepare_client",
     "starting",
 ]

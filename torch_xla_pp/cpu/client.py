@@ -52,12 +52,13 @@ def give_back_garbage() -> None:
         heap.give_back(env.malloc_choices())
 
 
-def most_freed_late() -> int:
-    """Return the size of the largest values that are freed late, zero if none are.
+def most_small_bytes() -> int:
+    """Return the size of the largest values whose memory stays here once freed.
 
-    As a program ends on a CPU device, its successor takes all of its memory on another
-    thread; only then, or meanwhile, what the first one alone has read is freed. Values
-    with mappings of their own take pages when they are written, so these do not meet.
+    They are freed late, too: as a program ends, its successor takes all of its memory
+    on another thread; only then, or meanwhile, what the first one alone has read is
+    freed. Larger values have mappings of their own, whose pages come as they are
+    written, and go.
     """
     return heap.MOST_KEPT_BYTES if env.device_kind() == "CPU" else 0
 

@@ -19,11 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torch_xla_pp.planner.evaluation import renumbered
 from torch_xla_pp.planner.runs_search import Division, OrderRuns, RunTables
-from torch_xla_pp.planner.work_costs import Array, WorkCosts
+from torch_xla_pp.planner.work_costs import WorkCosts
 from torch_xla_pp.planner.work_tree import WorkTree
+
+Table = NDArray[np.float32]
 
 # More ranks and deeper trees than this are left to runs of an order.
 MOST_RANKS = 32
@@ -64,8 +67,8 @@ class _Solved:
         parts: The parts themselves.
     """
 
-    least: Array
-    rests: tuple[Array, ...] = ()
+    least: Table
+    rests: tuple[Table, ...] = ()
     parts: tuple["_Solved | None", ...] = ()
 
 
@@ -161,10 +164,10 @@ def absorbed(
 
 def least_bottlenecks(
     tables: BranchTables, num_ranks: int, lives: Sequence[float], capacity: float
-) -> Array:
+) -> Table:
     """Return the least bottleneck by number of stages and bound of the depth."""
     solver = _Solver(tables, num_ranks, lives, capacity)
-    found: Array = solver.solve(tables.tree, 0).least[:, :, 0]
+    found: Table = solver.solve(tables.tree, 0).least[:, :, 0]
     return found
 
 
@@ -180,16 +183,18 @@ class _Solver:
     ) -> None:
         self._tree = tables.tree
         self._num_ranks = num_ranks
-        pairs = [tables.runs.times(live, capacity) for live in lives[:num_ranks]]
+        own = lives[:num_ranks]
+        known = {live: tables.runs.times(live, capacity) for live in {*own}}
+        pairs = [known[live] for live in own]
         # Axes: depth, first work, last work.
-        self._times = np.array([times for times, _ in pairs])
+        self._times = np.array([times for times, _ in pairs], dtype=np.float32)
         self._again = np.array([again for _, again in pairs])
         self._known: dict[bytes, _Solved] = {}
 
     def solve(self, tree: WorkTree, start: int) -> _Solved:
         """Return the bottlenecks of a part whose works begin at `start`."""
         end = start + len(tree.works)
-        part = self._times[:, start:end, start:end].astype(np.float32)
+        part = self._times[:, start:end, start:end]
         key = repr(_shape(tree)).encode() + part.tobytes()
         if key not in self._known:
             if tree.kind == "work":
@@ -212,26 +217,27 @@ class _Solver:
         remat = tuple("full" if again else "none" for _, _, again in found)
         return Division(bottleneck_s=least, stages=tuple(stages), remat=remat)
 
-    def _nothing(self) -> Array:
+    def _nothing(self) -> Table:
         """Return the table of no works: no rank, and the depth of what follows."""
         count = self._num_ranks
-        found = np.full((count + 1, count + 1, count + 1), np.inf)
+        found = np.full((count + 1, count + 1, count + 1), np.inf, dtype=np.float32)
         for depth in range(count + 1):
             found[0, depth, : depth + 1] = 0.0
         return found
 
-    def _one_stage(self, first: int, last: int, rest: Array) -> Array:
-        """Put one stage before a rest: one rank more, and one stage deeper."""
-        found = np.full_like(rest, np.inf)
-        times = self._times[:, first, last][None, :, None]
-        found[1:, 1:] = np.maximum(rest[:-1, :-1], times)
+    def _one_branch(self, first: int, last: int) -> Table:
+        """Return what one stage takes by bound of its depth, and what follows it."""
+        times = np.append(self._times[:, first, last], np.float32(np.inf))
+        depths = np.arange(len(times))
+        is_deeper = depths[:, None] > depths[None, :]
+        found: Table = np.where(is_deeper, times[None, :], np.float32(np.inf))
         return found
 
-    def _alone(self, first: int, last: int) -> Array:
-        """Put one stage before whatever follows."""
-        found = self._one_stage(first, last, self._nothing())
-        least: Array = np.minimum.accumulate(found, axis=1)
-        return least
+    def _alone(self, first: int, last: int) -> Table:
+        """Return the table of one stage."""
+        found = np.full_like(self._nothing(), np.inf)
+        found[1] = self._one_branch(first, last)
+        return found
 
     def _solve_parts(self, tree: WorkTree, start: int) -> _Solved:
         solved: list[_Solved | None] = []
@@ -244,18 +250,26 @@ class _Solver:
         for number in reversed(range(len(tree.parts))):
             rest = np.full_like(rests[0], np.inf)
             for end in range(number + 1, len(starts)):
-                after = rests[end - number - 1]
+                # There are no more stages than works.
+                most = min(self._num_ranks, 1 + starts[-1] - starts[end])
+                after = rests[end - number - 1][:most]
                 first, last = starts[number], starts[end] - 1
+                # One rank more, and in a series one stage deeper.
                 if tree.kind == "series":
-                    one = self._one_stage(first, last, after)
+                    times = self._times[:, first, last][None, :, None]
+                    own, one = rest[1 : most + 1, 1:], np.maximum(after[:, :-1], times)
                 else:
-                    one = _beside(self._alone(first, last)[:2], after)
-                np.minimum(rest, one, out=rest)
+                    branch = self._one_branch(first, last)
+                    own, one = rest[1 : most + 1], np.maximum(after, branch)
+                np.minimum(own, one, out=own)
             part_solved = solved[number]
             if part_solved is not None:
                 join = _before if tree.kind == "series" else _beside
-                np.minimum(rest, join(part_solved.least, rests[0]), out=rest)
-            rests.insert(0, np.minimum.accumulate(rest, axis=1))
+                sizes = starts[number + 1] - starts[number], starts[-1] - starts[number]
+                join(part_solved.least, rests[0], rest, *sizes)
+            some = rest[: 1 + starts[-1] - starts[number]]
+            np.minimum.accumulate(some, axis=1, out=some)
+            rests.insert(0, rest)
         return _Solved(rests[0], tuple(rests), tuple(solved))
 
     def _trace(
@@ -354,28 +368,41 @@ class _Solver:
         raise RuntimeError("branch search: expected a branch that reaches its bound")
 
 
-def _before(first: Array, rest: Array) -> Array:
-    """Put a part before a rest: ranks add up, the rest's depth is what follows it."""
-    found = np.full_like(rest, np.inf)
-    count = len(rest)
-    for own in range(1, count):
-        if not np.isfinite(first[own]).any():
-            continue
-        for middle in range(count):
-            head = first[own][None, :, middle, None]
-            tail = rest[: count - own, middle][:, None, :]
-            np.minimum(found[own:], np.maximum(head, tail), out=found[own:])
-    return found
+def _before(
+    first: Table, rest: Table, found: Table, num_works: int, num_all: int
+) -> None:
+    """Put a part before a rest: ranks add up, the rest's depth is what follows it.
+
+    The rest is no deeper than its ranks and those that follow it, so that a greater
+    depth of it, in which no part takes less, is not looked at; neither are depths of
+    what follows that leave too few ranks, or more ranks than works.
+
+    Args:
+        first: The part.
+        rest: What comes after it.
+        found: Where the least of both is noted.
+        num_works: Works of the part.
+        num_all: Works of both.
+    """
+    most = len(rest) - 1
+    for own in range(1, min(most, num_works) + 1):
+        end = min(most - own, num_all - num_works) + 1
+        for middle in range(most - own + 1):
+            head = first[own, None, middle + 1 :, middle, None]
+            tail = rest[:end, None, middle, : middle + 1]
+            part = found[own : own + end, middle + 1 :, : middle + 1]
+            np.minimum(part, np.maximum(head, tail), out=part)
 
 
-def _beside(first: Array, rest: Array) -> Array:
-    """Put a branch beside others: ranks add up, what follows is the same."""
-    found = np.full_like(rest, np.inf)
-    count = len(rest)
-    for own in range(1, len(first)):
-        both = np.maximum(first[own][None], rest[: count - own])
-        np.minimum(found[own:], both, out=found[own:])
-    return found
+def _beside(
+    first: Table, rest: Table, found: Table, num_works: int, num_all: int
+) -> None:
+    """Put a branch beside others, as `_before`; what follows is the same."""
+    most = len(rest) - 1
+    for own in range(1, min(most, num_works) + 1):
+        end = min(most - own, num_all - num_works) + 1
+        part = found[own : own + end]
+        np.minimum(part, np.maximum(first[own][None], rest[:end]), out=part)
 
 
 def _shape(tree: WorkTree) -> object:

@@ -9,7 +9,7 @@ divide; the order of actions can run, with the edges that the model has; no devi
 more than it has, and the plan does not state less than it holds.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from torch_xla_pp.errors import ScheduleError
@@ -170,6 +170,10 @@ def _rank_need(
     data, model = mesh.get("data", 1), mesh.get("model", 1)
     rows = plan.batch.rows_per_microbatch / data
     homes = _homes(plan, graph)
+    touched: defaultdict[str | None, float] = defaultdict(float)
+    for value in graph.values:
+        for name in (value.producer, *value.users):
+            touched[name] += value.size.of(rows)
     state, largest = 0.0, 0.0
     saved = dict.fromkeys(own, 0.0)
     passed = dict.fromkeys(own, 0.0)
@@ -193,22 +197,19 @@ def _rank_need(
                 seen |= {parameter.tied} if parameter.tied is not None else set()
             saved[stage] += work.saved[remat].of(rows) * share
             passed[stage] += work.passed_bytes_per_row * rows * share
-            touched = sum(
-                value.size.of(rows) * [value.producer, *value.users].count(work.name)
-                for value in graph.values
-            )
-            held = work.saved["none"].of(rows) * share + touched
+            held = work.saved["none"].of(rows) * share + touched[work.name]
             largest = max(largest, held + (whole if is_fsdp else 0.0))
         entering = [
             value
             for value in graph.values
             if value.producer not in names and names & set(value.users)
         ]
+        entered = {value.name for value in entering}
         if not any(value.has_gradient for value in entering):
             # W is the whole backward.
             passed[stage] = 0.0
         for value in graph.values:
-            enters = value in entering
+            enters = value.name in entered
             is_kept = enters if remat == "full" else names & set(value.kept_by)
             if is_kept:
                 saved[stage] += value.size.of(rows)

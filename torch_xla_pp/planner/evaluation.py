@@ -173,6 +173,8 @@ class Evaluator:
             Otherwise the first stage takes all and sends them on.
         has_chain: Whether each stage waits for the one before, as where stages are
             run as a chain whatever their edges.
+        whole: What evaluates cuts, if the works of the table are joined ones.
+        groups: Then for each work of the whole the joined one.
     """
 
     table: WorkTable
@@ -180,6 +182,8 @@ class Evaluator:
     optimizer_bytes: float = 2.0
     has_own_inputs: bool = False
     has_chain: bool = False
+    whole: "Evaluator | None" = None
+    groups: tuple[int, ...] = ()
     _works: dict[tuple[Strategy, int], WorkCosts] = field(
         default_factory=dict, init=False
     )
@@ -214,7 +218,13 @@ class Evaluator:
         found: Evaluation = known[key]
         return found
 
+    def whole_cut(self, cut: Cut) -> Cut:
+        """Return the cut of all works for one of joined works."""
+        return replace(cut, stages=tuple(cut.stages[group] for group in self.groups))
+
     def _evaluate(self, cut: Cut, rules: Sequence[OrderRule]) -> Evaluation:
+        if self.whole is not None:
+            return replace(self.whole._evaluate(self.whole_cut(cut), rules), cut=cut)
         setting = cut.setting
         works = self.works(setting.strategy, setting.rows)
         held = _Held.of(self, cut, works)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from heapq import nsmallest
 
 from torch_xla_pp.planner.evaluation import Cut, Evaluation, Evaluator, Setting
-from torch_xla_pp.planner.moves import estimated_s, moved_from
+from torch_xla_pp.planner.moves import estimated_s, moved_from, num_actions_of
 from torch_xla_pp.planner.orders import FEWEST_RULES, LIST_RULES, LISTED, takes
 from torch_xla_pp.planner.settings import Request
 
@@ -67,34 +67,36 @@ class ListedCandidates:
         )
         starts = [self._ruled(cut) for cut in cuts]
         yield from starts
-        if request.planner == "full":
+        if request.planner == "full" and request.stages is None:
             left = _MOVED
             for start in _best_of_settings(starts):
-                most = left // (2 * _num_actions(start.cut))
+                most = left // (2 * num_actions_of(start.cut))
                 moved, num_tried = moved_from(
-                    self._evaluator, start, request.remat, most_tried=most
+                    self._evaluator, start, request.remat, most
                 )
-                left -= 2 * num_tried * _num_actions(start.cut)
+                left -= 2 * num_tried * num_actions_of(start.cut)
                 yield moved
                 yield self._ruled(moved.cut)
 
     def _ruled(self, cut: Cut) -> Evaluation:
         """Evaluate with as many rules as the bound allows."""
-        share = _RULED // (2 * _MOST_STARTS * _num_actions(cut))
+        share = _RULED // (2 * _MOST_STARTS * num_actions_of(cut))
         count = max(FEWEST_RULES, share)
         return self._evaluator.evaluate(cut, LIST_RULES[:count])
 
     def _surest(self) -> list[Cut]:
-        """Return the cuts that are best with a builder's order."""
+        """Return the cuts that are best with builders, one if they are long."""
         found = self._found
-        return nsmallest(_MOST_STARTS, found, key=lambda cut: (found[cut], cut.stages))
+        best = nsmallest(_MOST_STARTS, found, key=lambda cut: (found[cut], cut.stages))
+        long = [cut for cut in best if FEWEST_RULES * num_actions_of(cut) > _RULED]
+        return best[:1] if long else best
 
     def _some(self) -> Iterator[Cut]:
         """Yield the cuts that promise most, as many as the bound allows."""
         left = _SCREENED
         estimates = {cut: estimated_s(self._evaluator, cut) for cut in self._found}
         for cut in sorted(estimates, key=lambda cut: (estimates[cut], cut.stages)):
-            left -= _num_actions(cut)
+            left -= num_actions_of(cut)
             if left < 0:
                 break
             yield cut
@@ -106,7 +108,3 @@ def _best_of_settings(found: Iterable[Evaluation]) -> list[Evaluation]:
     for evaluation in sorted(found, key=lambda e: e.sort_key):
         best.setdefault(evaluation.cut.setting, evaluation)
     return [*best.values()][:_MOST_STARTS]
-
-
-def _num_actions(cut: Cut) -> int:
-    return 3 * cut.num_stages * cut.setting.num_microbatches

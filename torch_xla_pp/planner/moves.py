@@ -9,10 +9,10 @@ estimate of the step: the longest path of one microbatch, and the others at the 
 the slowest rank.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from math import inf
+from bisect import insort
+from collections.abc import Iterator, Sequence, Set
 from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,31 +24,25 @@ from torch_xla_pp.planner.evaluation import (
     stage_times,
 )
 from torch_xla_pp.planner.orders import LIST_RULES, LISTED, SPLIT, OrderRule
+from torch_xla_pp.planner.work_costs import Array
 
 _ROUNDS = 30
-_SMALL = 24
+# As many works are few: more of what they lead to is tried.
+SMALL = 24
 _FRAGMENTS = 3
 _NUM_TRIED = 6
 
 
-def improved(
-    evaluator: Evaluator, start: Evaluation, remat: Sequence[str]
-) -> Evaluation:
-    """Return the best cut that small changes lead to.
-
-    Args:
-        evaluator: What evaluates cuts.
-        start: Where to begin.
-        remat: What stages may choose of "none" and "full".
-    """
-    return moved_from(evaluator, start, remat)[0]
+def num_actions_of(cut: Cut) -> int:
+    """Return about how many actions a step has."""
+    return 3 * cut.num_stages * cut.setting.num_microbatches
 
 
 def moved_from(
     evaluator: Evaluator,
     start: Evaluation,
     remat: Sequence[str],
-    most_tried: int | None = None,
+    most_tried: int,
 ) -> tuple[Evaluation, int]:
     """Return the best cut that small changes lead to, and how many were tried.
 
@@ -57,32 +51,39 @@ def moved_from(
         start: Where to begin; an order that is listed is made by the same rule, or
             is that of a builder.
         remat: What stages may choose of "none" and "full".
-        most_tried: How many neighbours are evaluated, None for any number.
+        most_tried: How many neighbours are evaluated at most.
     """
     best = start
-    seen = {_key(start.cut)}
-    is_small = evaluator.table.num_works <= _SMALL and most_tried is None
+    seen = {start.cut}
+    is_small = evaluator.table.num_works <= SMALL and start.rule is None
     num_near = 10 * _NUM_TRIED if is_small else _NUM_TRIED
-    left = inf if most_tried is None else most_tried
+    left = most_tried
     rules: tuple[OrderRule, ...] = LIST_RULES
     if start.rule is not None:
-        rules = (start.rule, *LIST_RULES[:4])
+        rules = (start.rule, *LIST_RULES[:2])
     for _ in range(_ROUNDS):
-        near = [c for c in neighbours(evaluator, best, remat) if _key(c) not in seen]
-        near.sort(key=lambda cut: estimated_s(evaluator, cut))
-        tried = near[:num_near]
-        more = [cut for cut in near if cut.num_stages > best.cut.num_stages]
-        tried += [cut for cut in more[:_FRAGMENTS] if cut not in tried]
+        changes = [*_changes(evaluator, best, remat)]
+        more = [change for change in changes if len(change.ranks) > best.cut.num_stages]
+        tried = _screened(evaluator, best.cut, changes, num_near, seen)
+        tried += _screened(evaluator, best.cut, more, _FRAGMENTS, {*seen, *tried})
         if not tried or len(tried) > left:
             break
         left -= len(tried)
-        seen.update(map(_key, tried))
+        seen.update(tried)
         evaluations = (evaluator.evaluate(cut, rules) for cut in tried)
         found = min(evaluations, key=lambda e: e.sort_key)
         if not found.sort_key < best.sort_key:
             break
         best = found
     return best, len(seen) - 1
+
+
+def neighbours(
+    evaluator: Evaluator, found: Evaluation, remat: Sequence[str]
+) -> list[Cut]:
+    """Return all cuts that differ a little, those of the shortest estimate first."""
+    changes = [*_changes(evaluator, found, remat)]
+    return _screened(evaluator, found.cut, changes, len(changes), set())
 
 
 def estimated_s(evaluator: Evaluator, cut: Cut) -> float:
@@ -111,80 +112,140 @@ def estimated_s(evaluator: Evaluator, cut: Cut) -> float:
     return once + rest
 
 
-def neighbours(
-    evaluator: Evaluator, found: Evaluation, remat: Sequence[str]
-) -> Iterator[Cut]:
-    """Yield cuts that differ a little, all of them valid."""
-    cut = found.cut
-    focus = _focus(found)
-    yielded = set()
-    for changed in _changed(evaluator, cut, focus):
-        if changed is not None and _key(changed) not in yielded:
-            yielded.add(_key(changed))
-            yield changed
-    for stage in sorted(focus):
-        for choice in remat:
-            if choice != cut.remat[stage]:
-                other = [*cut.remat]
-                other[stage] = choice
-                yield replace(cut, remat=tuple(other))
-
-
-def _changed(evaluator: Evaluator, cut: Cut, focus: set[int]) -> Iterator[Cut | None]:
-    """Yield cuts in which works have other stages or stages other ranks, if valid."""
-    edges = evaluator.table.graph.edges
-    ranks, remat = dict(enumerate(cut.ranks)), dict(enumerate(cut.remat))
-    for labels in _relabelled(evaluator, cut.stages, focus):
-        yield _cut_of(cut, labels, edges, ranks, remat)
-    if cut.setting.schedule != LISTED:
-        return
-    free = cut.num_stages
-    for labels, parent in _fragments(evaluator, cut.stages):
-        own = {**ranks, free: ranks[parent]}
-        yield _cut_of(cut, labels, edges, own, {**remat, free: remat[parent]})
-    for stage in range(free):
-        for other in range(stage):
-            if ranks[stage] == ranks[other]:
-                joined = [other if label == stage else label for label in cut.stages]
-                yield _cut_of(cut, joined, edges, ranks, remat)
-    if free > cut.setting.num_ranks:
-        for moved in _placed(ranks, cut.setting.num_ranks, focus):
-            yield _cut_of(cut, cut.stages, edges, moved, remat)
-
-
-def _cut_of(
-    cut: Cut,
-    labels: Sequence[int],
-    edges: Sequence[tuple[int, int]],
-    ranks: Mapping[int, int],
-    remat: Mapping[int, str],
-) -> Cut | None:
-    """Return a cut with other labels of stages, None if it is not valid.
+class _Change(NamedTuple):
+    """Other stages of works, named by any labels, with what each label has.
 
     Args:
-        cut: All else.
-        labels: Any label of each work's stage.
-        edges: Edges between works.
+        labels: Label of each work's stage.
         ranks: Rank of each label.
         remat: What each label computes again.
     """
-    used = {*labels}
-    if len({ranks[label] for label in used}) < cut.setting.num_ranks:
+
+    labels: Sequence[int]
+    ranks: tuple[int, ...]
+    remat: tuple[str, ...]
+
+
+def _changes(
+    evaluator: Evaluator, found: Evaluation, remat: Sequence[str]
+) -> Iterator[_Change]:
+    """Yield what differs a little, valid or not."""
+    cut = found.cut
+    focus = _focus(found)
+    ranks, own = cut.ranks, cut.remat
+    for labels in _relabelled(evaluator, cut.stages, focus):
+        yield _Change(labels, ranks, own)
+    if cut.setting.schedule == LISTED:
+        for labels, parent in _fragments(evaluator, cut.stages):
+            yield _Change(labels, (*ranks, ranks[parent]), (*own, own[parent]))
+        for stage in range(cut.num_stages):
+            for other in range(stage):
+                if ranks[stage] == ranks[other]:
+                    joined = [other if at == stage else at for at in cut.stages]
+                    yield _Change(joined, ranks, own)
+        if cut.num_stages > cut.setting.num_ranks or evaluator.cluster.network.links:
+            for moved in _placed(ranks, cut.setting.num_ranks, focus):
+                yield _Change(cut.stages, moved, own)
+    for stage in sorted(focus):
+        for choice in remat:
+            if choice != own[stage]:
+                yield _Change(
+                    cut.stages, ranks, (*own[:stage], choice, *own[stage + 1 :])
+                )
+
+
+def _screened(
+    evaluator: Evaluator,
+    cut: Cut,
+    changes: Sequence[_Change],
+    count: int,
+    seen: Set[Cut],
+) -> list[Cut]:
+    """Return the valid cuts with the shortest estimates, as many as are asked for.
+
+    Changes are looked at in the order of a bound on their estimate, until the next one
+    cannot be among the best.
+    """
+    if not changes:
+        return []
+    bounds = _bounds_s(evaluator, cut, changes)
+    found: list[tuple[float, int, Cut]] = []
+    known = {*seen}
+    for number in np.argsort(bounds, kind="stable").tolist():
+        if len(found) >= count and bounds[number] >= found[count - 1][0]:
+            break
+        other = _cut_of(evaluator, cut, changes[number])
+        if other is not None and other not in known:
+            known.add(other)
+            insort(found, (estimated_s(evaluator, other), number, other))
+    return [other for _, _, other in found[:count]]
+
+
+def _bounds_s(evaluator: Evaluator, cut: Cut, changes: Sequence[_Change]) -> Array:
+    """Return for each change what `estimated_s` does not go below.
+
+    That is the estimate with the longest path of works, or the slowest stage, in place
+    of the longest path of stages.
+    """
+    setting = cut.setting
+    works = evaluator.works(setting.strategy, setting.rows)
+    count = max(len(change.ranks) for change in changes)
+    labels = np.array([change.labels for change in changes])
+    lines = np.arange(len(changes))[:, None]
+    places = (labels + lines * count).ravel()
+    shape = len(changes), count
+
+    def sums(sizes: Array) -> Array:
+        spread = np.broadcast_to(sizes, labels.shape).ravel()
+        found = np.bincount(places, spread, shape[0] * count).astype(np.float64)
+        return found.reshape(shape)
+
+    forward, inputs, weights = works.seconds
+    again = np.zeros(shape)
+    ranks = np.zeros(shape, dtype=int)
+    for line, change in enumerate(changes):
+        ranks[line, : len(change.ranks)] = change.ranks
+        if "full" in change.remat:
+            again[line, : len(change.remat)] = [r == "full" for r in change.remat]
+    action_s = works.cluster.device.action_s
+    path = sums(forward + inputs)
+    path += again * sums(forward) + 2 * action_s * (sums(np.ones(len(forward))) > 0)
+    late = sums(weights)
+    loads = path + late
+    longest = path if setting.schedule in SPLIT else loads
+    others = (setting.num_microbatches - 1) * loads + sums(
+        works.final_s(setting.replicas)
+    )
+    per_rank = setting.num_ranks
+    at = (ranks + lines * per_rank).ravel()
+    rest = np.bincount(at, others.ravel(), shape[0] * per_rank)
+    least = works.longest_path_s(setting.schedule in SPLIT)
+    once = np.maximum(longest.max(1), least) / setting.stages_per_rank
+    found: Array = once + rest.reshape(-1, per_rank).max(1)
+    # Sums in another order may be a little larger.
+    return found * (1 - 1e-9)
+
+
+def _cut_of(evaluator: Evaluator, cut: Cut, change: _Change) -> Cut | None:
+    """Return the cut after a change, None if it is not valid."""
+    used = {*change.labels}
+    if len({change.ranks[label] for label in used}) < cut.setting.num_ranks:
         return None
     if cut.setting.schedule != LISTED and len(used) != cut.num_stages:
         return None
-    numbers = renumbered(labels, edges)
+    numbers = renumbered(change.labels, evaluator.table.graph.edges)
     if numbers is None:
         return None
-    found = dict(zip(numbers, labels, strict=True))
+    found = dict(zip(numbers, change.labels, strict=True))
     order = [found[number] for number in range(len(found))]
-    placement = tuple(ranks[label] for label in order) if cut.placement else ()
-    if len(placement) == cut.setting.num_ranks:
+    placement = tuple(change.ranks[label] for label in order) if cut.placement else ()
+    is_one_each = len(placement) == cut.setting.num_ranks
+    if is_one_each and not evaluator.cluster.network.links:
         placement = tuple(range(len(placement)))  # Ranks are all equal.
-    return replace(
-        cut,
+    return Cut(
+        setting=cut.setting,
         stages=numbers,
-        remat=tuple(remat[label] for label in order),
+        remat=tuple(change.remat[label] for label in order),
         placement=placement,
     )
 
@@ -227,16 +288,18 @@ def _fragments(
 
 
 def _placed(
-    ranks: Mapping[int, int], num_ranks: int, focus: set[int]
-) -> Iterator[dict[int, int]]:
+    ranks: tuple[int, ...], num_ranks: int, focus: set[int]
+) -> Iterator[tuple[int, ...]]:
     """Yield other ranks of the stages: one moved, or two exchanged."""
     for stage in sorted(focus):
         for rank in range(num_ranks):
             if rank != ranks[stage]:
-                yield {**ranks, stage: rank}
-        for other in ranks:
+                yield (*ranks[:stage], rank, *ranks[stage + 1 :])
+        for other in range(len(ranks)):
             if ranks[other] != ranks[stage]:
-                yield {**ranks, stage: ranks[other], other: ranks[stage]}
+                moved = [*ranks]
+                moved[stage], moved[other] = ranks[other], ranks[stage]
+                yield tuple(moved)
 
 
 def _focus(found: Evaluation) -> set[int]:
@@ -261,12 +324,12 @@ def _relabelled(
     )
     near = [pair for pair in border if focus & {*pair}]
     yield from _moved(edges, stages, focus)
-    if len(stages) <= _SMALL:
+    if len(stages) <= SMALL:
         yield from _exchanged(edges, stages)
         yield from _any_stage(stages)
     for first, second in near:
         joined = [first if stage == second else stage for stage in stages]
-        others = focus if len(stages) > _SMALL else set(joined)
+        others = focus if len(stages) > SMALL else set(joined)
         for stage in sorted({*others} & {*joined}):
             yield from _divided(joined, stage, second)
 
@@ -312,7 +375,3 @@ def _divided(labels: list[int], stage: int, free: int) -> Iterator[list[int]]:
         for place in places[cut:]:
             found[place] = free
         yield found
-
-
-def _key(cut: Cut) -> object:
-    return cut.stages, cut.remat, cut.placement

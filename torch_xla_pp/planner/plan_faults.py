@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from torch_xla_pp.planner.orders import SCHEDULES
+from torch_xla_pp.planner.orders import LISTED, SCHEDULES
 from torch_xla_pp.planner.report import ReportedPlan
 
 
@@ -65,6 +65,12 @@ def _rank_faults(plan: ReportedPlan) -> Iterator[str]:
         yield (
             f"schedule: expected one of {', '.join(SCHEDULES)}, got "
             f"{plan.schedule.name!r}. Name one."
+        )
+    if (plan.schedule.name == LISTED) != (plan.schedule.csv is not None):
+        yield (
+            f"schedule: expected a table of actions for {LISTED} alone, got "
+            f"{'none' if plan.schedule.csv is None else 'one'} for "
+            f"{plan.schedule.name}. Plan again."
         )
 
 

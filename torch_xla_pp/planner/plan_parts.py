@@ -22,8 +22,9 @@ from torch_xla_pp.planner.plan_values import (
     Prediction,
     SearchCounts,
 )
+from torch_xla_pp.planner.predicted_collectives import predicted_collectives
 from torch_xla_pp.planner.rank_links import links_of
-from torch_xla_pp.planner.search import SearchResult, best_of
+from torch_xla_pp.planner.search import SearchResult
 from torch_xla_pp.planner.settings import Request
 from torch_xla_pp.schedule import peak_live
 from torch_xla_pp.text import bytes_text
@@ -37,6 +38,7 @@ _UNKNOWN_SHARE = 0.05
 def plan_of(
     request: Request,
     evaluator: Evaluator,
+    best: Evaluation,
     result: SearchResult,
     alternatives: tuple[Alternative, ...],
     baselines: dict[str, float],
@@ -46,11 +48,11 @@ def plan_of(
     Args:
         request: What was asked.
         evaluator: What evaluated the cuts.
+        best: The best cut.
         result: What the search has come to.
         alternatives: Plans in which one choice differs.
         baselines: Planner → seconds of its plan's step.
     """
-    best = best_of(result)
     setting, graph = best.cut.setting, evaluator.table.graph
     device = evaluator.cluster.device
     return PipelinePlan(
@@ -64,7 +66,7 @@ def plan_of(
         stages=tuple(_stages(graph, best)),
         ranks=_ranks(evaluator, best),
         schedule=_schedule(best),
-        predicted=_prediction(request, best),
+        predicted=_prediction(request, evaluator, best),
         costs=CostSource(
             source=_source(evaluator),
             device=device.name,
@@ -190,7 +192,7 @@ def _ranks(evaluator: Evaluator, best: Evaluation) -> tuple[PlannedRank, ...]:
     return (rank,) * setting.num_ranks
 
 
-def _prediction(request: Request, best: Evaluation) -> Prediction:
+def _prediction(request: Request, evaluator: Evaluator, best: Evaluation) -> Prediction:
     costs, schedule = best.costs, best.order.schedule
     live = peak_live(schedule)
     ranks, busy = [], []
@@ -224,6 +226,9 @@ def _prediction(request: Request, best: Evaluation) -> Prediction:
             for stage in range(best.cut.num_stages)
         ),
         flows=costs.flows,
+        collectives=predicted_collectives(
+            evaluator.works(best.cut.setting.strategy, best.cut.setting.rows), best.cut
+        ),
     )
 
 

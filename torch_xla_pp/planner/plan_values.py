@@ -137,6 +137,27 @@ class PredictedStage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PredictedCollective:
+    """Equal collectives between the devices of a rank, in one action of one stage.
+
+    Args:
+        stage: The stage.
+        when: "F", "I" or "W" of each microbatch, or "step" for once a step.
+        kind: "all-reduce", "all-gather" or "reduce-scatter".
+        axis: The mesh axis that they go over.
+        count: How many there are.
+        bytes: Size of what they sum or gather in all, on one device.
+    """
+
+    stage: int
+    when: str
+    kind: str
+    axis: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedLink:
     """A link between ranks that the prediction counts with.
 
@@ -165,6 +186,7 @@ class Prediction:
         ranks: What each rank does and holds.
         stages: What each stage takes and keeps.
         flows: What stages send each other for each microbatch.
+        collectives: What the devices of a rank send each other.
     """
 
     step_s: float
@@ -174,6 +196,7 @@ class Prediction:
     ranks: tuple[PredictedRank, ...]
     stages: tuple[PredictedStage, ...]
     flows: tuple[Flow, ...]
+    collectives: tuple[PredictedCollective, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

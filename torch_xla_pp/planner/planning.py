@@ -14,6 +14,7 @@ from torch_xla_pp.planner.comparisons import (
 from torch_xla_pp.planner.devices import Cluster, DeviceSpec, link_between_ranks
 from torch_xla_pp.planner.evaluation import Evaluator
 from torch_xla_pp.planner.given_stages import names_in_file, stages_of_works
+from torch_xla_pp.planner.joined_works import joined_evaluator, with_all_works
 from torch_xla_pp.planner.measured_costs import MeasuredCosts
 from torch_xla_pp.planner.plan import PipelinePlan
 from torch_xla_pp.planner.plan_parts import plan_of
@@ -151,6 +152,8 @@ def planned(
     Raises:
         ValueError: Nothing fits, or no setting is possible.
     """
+    whole = evaluator
+    evaluator = joined_evaluator(whole) if request.stages is None else whole
     result = search(request, evaluator)
     if not result.best or not best_of(result).fits:
         raise ValueError(nothing_fits(request, evaluator, result))
@@ -169,11 +172,13 @@ def planned(
     alternatives = tuple(alternative_of(*other) for other in others)
     baselines: dict[str, float] = {}
     for name in _BASELINES if compare else ():
-        found = search(replace(request, planner=name), _of(name, evaluator))
+        other = joined_evaluator(_of(name, whole))
+        found = search(replace(request, planner=name), other)
         if found.best and best_of(found).fits:
             baselines[name] = best_of(found).step_s
-    plan = plan_of(request, evaluator, result, alternatives, baselines)
-    if faults := faults_in(plan, evaluator.table.graph):
+    best = with_all_works(best, evaluator)
+    plan = plan_of(request, whole, best, result, alternatives, baselines)
+    if faults := faults_in(plan, whole.table.graph):
         text = "\n".join(faults)
         raise RuntimeError(f"make_plan: expected a sound plan, got:\n{text}")
     return plan

@@ -10,8 +10,10 @@ from torch_xla_pp.planner.settings import Request
 from torch_xla_pp.planner.strategies import PRESETS
 from torch_xla_pp.text import bytes_text, seconds_text
 
-# How often ranks are doubled and rows halved to find out what fits.
-_DOUBLINGS = 3
+# How much more ranks and fewer rows are tried to find out what fits; of many devices,
+# whose searches take longest, the least alone.
+_FACTORS = (2, 4, 8)
+_MANY_DEVICES = 128
 
 Remedy = tuple[str, Request, Evaluator]
 
@@ -72,7 +74,8 @@ def _effect_text(steps: Sequence[Remedy]) -> str | None:
 
 def _remedies(request: Request, evaluator: Evaluator) -> Iterator[list[Remedy]]:
     """Yield what may help, each from little to much of it."""
-    factors = [2**n for n in range(1, _DOUBLINGS + 1)]
+    is_large = evaluator.cluster.num_devices > _MANY_DEVICES
+    factors = _FACTORS[:1] if is_large else _FACTORS
     if request.stages is not None:
         yield [("other stages", replace(request, stages=None), evaluator)]
     if "full" not in request.remat:
@@ -94,7 +97,8 @@ def _remedies(request: Request, evaluator: Evaluator) -> Iterator[list[Remedy]]:
 def _more_ranks(request: Request, evaluator: Evaluator, factor: int) -> Remedy:
     count = None if request.num_ranks is None else factor * request.num_ranks
     asked = replace(request, num_ranks=count, replicas=None, stages=None)
-    label = f"{'twice' if factor == 2 else f'{factor} times'} the ranks"
+    what = "devices" if request.num_ranks is None else "ranks"
+    label = f"{'twice' if factor == 2 else f'{factor} times'} the {what}"
     return label, asked, _with_devices(evaluator, factor)
 
 

@@ -18,6 +18,8 @@ import numpy as np
 from torch_xla_pp.planner.linear_orders import Order, RunSums
 from torch_xla_pp.planner.work_costs import Array, WorkCosts, WorkTable
 
+_LINES = 64
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Division:
@@ -76,6 +78,8 @@ class RunTables:
             "none": own["none"] + order.kept.sums(works.value_bytes),
             "full": own["full"] + order.entering.sums(works.value_bytes),
         }
+        # For `RunCuts`, which would else allocate it for every stage.
+        self.scratch = np.empty(base.shape)
         # A run that ends before it begins is none.
         below = np.tril(np.ones(base.shape, dtype=bool), -1)
         for load in self.loads.values():
@@ -113,51 +117,74 @@ class RunTables:
         return found, np.array(choices)[least] == "full"
 
 
-def cut_runs(
-    tables: RunTables, lives: Sequence[float], capacity: float | None
-) -> list[Division | None]:
-    """Return for 1, 2, … stages the runs with the least bottleneck, None if none fit.
+class RunCuts:
+    """The runs with the least bottleneck, for any number of stages.
 
-    Takes some 0.5 ms a stage for 400 works.
+    Takes some 0.5 ms a stage for 400 works, when that many stages are first asked for.
 
     Args:
         tables: What runs take.
-        lives: Microbatches in flight in a stage with 1, 2, … stages to the end.
+        lives: Microbatches in flight in a stage with 1, 2, … stages to the end; those
+            of further stages are the last one's.
         capacity: Bytes that a stage may hold; None to take as the bottleneck the most
             bytes of a stage in place of its time.
     """
-    count = len(tables.order)
-    rests = np.full(count + 1, np.inf)
-    rests[count] = 0.0
-    choices: list[tuple[Array, Array]] = []
-    found: list[Division | None] = []
-    kept: tuple[float, tuple[Array, Array]] | None = None
-    for live in lives[:count]:
-        if kept is None or kept[0] != live:
-            own = tables.sizes(live) if capacity is None else None
-            kept = live, own or tables.times(live, capacity or 0.0)
-        times, again = kept[1]
-        worst = np.maximum(times, rests[None, 1:])
-        ends = worst.argmin(1)
-        lines = np.arange(count)
-        rests = np.append(worst[lines, ends], np.inf)
-        choices.append((ends, again[lines, ends]))
-        found.append(_traced(tables.order, choices, float(rests[0])))
-    return found
 
+    def __init__(
+        self, tables: RunTables, lives: Sequence[float], capacity: float | None
+    ) -> None:
+        self._tables = tables
+        self._lives = lives
+        self._capacity = capacity
+        self._kept: tuple[float, tuple[Array, Array]] | None = None
+        self._choices: list[tuple[Array, Array]] = []
+        self._bottlenecks: list[float] = []
+        self._rests = np.full(len(tables.order) + 1, np.inf)
+        self._rests[-1] = 0.0
 
-def _traced(
-    order: Order, choices: Sequence[tuple[Array, Array]], bottleneck_s: float
-) -> Division | None:
-    """Follow the choices from the first work to the last."""
-    if bottleneck_s == np.inf:
-        return None
-    stages = [0] * len(order)
-    remat, first = [], 0
-    for stage, (ends, again) in enumerate(reversed(choices)):
-        last = int(ends[first])
-        for place in range(first, last + 1):
-            stages[order[place]] = stage
-        remat.append("full" if again[first] else "none")
-        first = last + 1
-    return Division(bottleneck_s=bottleneck_s, stages=tuple(stages), remat=tuple(remat))
+    def _add_stage(self) -> None:
+        """Put one stage more before all others."""
+        live = self._lives[min(len(self._choices), len(self._lives) - 1)]
+        if self._kept is None or self._kept[0] != live:
+            tables, capacity = self._tables, self._capacity
+            if capacity is None:
+                self._kept = live, tables.sizes(live)
+            else:
+                self._kept = live, tables.times(live, capacity)
+        times, again = self._kept[1]
+        count = len(times)
+        ends = np.empty(count, dtype=int)
+        rests = np.full(count + 1, np.inf)
+        # No run ends before it begins.
+        for first in range(0, count, _LINES):
+            lines = slice(first, first + _LINES)
+            worst = self._tables.scratch[lines, first:]
+            np.maximum(times[lines, first:], self._rests[None, first + 1 :], out=worst)
+            found = worst.argmin(1)
+            ends[lines] = found + first
+            rests[:-1][lines] = worst[np.arange(len(found)), found]
+        self._rests = rests
+        self._choices.append((ends, again[np.arange(count), ends]))
+        self._bottlenecks.append(float(rests[0]))
+
+    def division(self, num_stages: int) -> Division | None:
+        """Follow the choices from the first work to the last, None if none fit."""
+        order = self._tables.order
+        if num_stages > len(order):
+            return None
+        while len(self._choices) < num_stages:
+            self._add_stage()
+        bottleneck_s = self._bottlenecks[num_stages - 1]
+        if bottleneck_s == np.inf:
+            return None
+        stages = [0] * len(order)
+        remat, first = [], 0
+        for stage, (ends, again) in enumerate(reversed(self._choices[:num_stages])):
+            last = int(ends[first])
+            for place in range(first, last + 1):
+                stages[order[place]] = stage
+            remat.append("full" if again[first] else "none")
+            first = last + 1
+        return Division(
+            bottleneck_s=bottleneck_s, stages=tuple(stages), remat=tuple(remat)
+        )

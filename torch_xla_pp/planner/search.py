@@ -22,15 +22,26 @@ from torch_xla_pp.planner.evaluation import (
 from torch_xla_pp.planner.given_stages import given_cut
 from torch_xla_pp.planner.linear_orders import Order, linear_orders
 from torch_xla_pp.planner.listed_search import ListedCandidates, stand_in
-from torch_xla_pp.planner.moves import estimated_s, improved
+from torch_xla_pp.planner.moves import (
+    SMALL,
+    estimated_s,
+    moved_from,
+    num_actions_of,
+)
 from torch_xla_pp.planner.orders import SPLIT
-from torch_xla_pp.planner.runs_search import Division, OrderRuns, RunTables, cut_runs
+from torch_xla_pp.planner.runs_search import Division, OrderRuns, RunCuts, RunTables
 from torch_xla_pp.planner.settings import Request, settings_for
 from torch_xla_pp.planner.work_tree import WorkTree, tree_of
 
+# How far an estimate may be above the best step: of settings, and of cuts, of which
+# those of small graphs cost little to evaluate.
 _SLACK = 1.1
+_SLACK_OF_CUTS = 1.05
+_SLACK_OF_SMALL = 1.3
 _FEW_STAGES = 8
 _NUM_STARTS = 8
+# A bound on the actions of all cuts that moves lead to, as no clock is to be one.
+_MOVED = 400_000
 _STARTS_OF_SETTING = 6
 
 
@@ -111,6 +122,8 @@ def search(
     found = SearchResult(num_settings=len(asked))
     candidates = ListedCandidates(evaluator, asked)
     limit_s = np.inf
+    is_small = evaluator.table.num_works <= SMALL
+    slack = _SLACK_OF_SMALL if is_small else _SLACK_OF_CUTS
     for setting in ordered:
         if min(estimates[setting]) > _SLACK * limit_s or (
             limit_s < np.inf and not cutter.may_fit(setting)
@@ -118,8 +131,7 @@ def search(
             found.num_pruned += len(estimates[setting])
             continue
         for cut in cutter.cuts(setting):
-            # It is within a few percent of the step.
-            if estimated_s(evaluator, cut) > _SLACK * limit_s:
+            if estimated_s(evaluator, cut) > slack * limit_s:
                 continue
             evaluation = evaluator.evaluate(cut)
             candidates.add(evaluation)
@@ -127,12 +139,19 @@ def search(
             if evaluation.fits:
                 limit_s = min(limit_s, evaluation.step_s)
     if request.planner == "full":
-        improve = improved if request.stages is None else given_cut
+        left = _MOVED
         for start in found.take_starts():
-            better = improve(evaluator, start, request.remat)
+            if request.stages is not None:
+                better = given_cut(evaluator, start, request.remat)
+            else:
+                num_actions = num_actions_of(start.cut)
+                better, num_tried = moved_from(
+                    evaluator, start, request.remat, left // num_actions
+                )
+                left -= num_tried * num_actions
             candidates.add(better)
             found.add(better, is_asked=better.cut.setting in asked)
-    for evaluation in candidates.best(request) if request.stages is None else ():
+    for evaluation in candidates.best(request):
         found.add(evaluation)
     return found
 
@@ -144,7 +163,7 @@ class _Cutter:
         self._request = request
         self._evaluator = evaluator
         own, kept = request.remat, evaluator.tables
-        self._divisions: dict[object, list[Division | None]] = kept(("cuts", own))
+        self._divisions: dict[object, RunCuts] = kept(("cuts", own))
         self._tables: dict[object, RunTables] = kept(("runs", own))
         self._branches: dict[object, BranchTables] = kept(("branches", own))
         self._grown: dict[object, list[Division]] = kept(("grown", own))
@@ -211,7 +230,7 @@ class _Cutter:
                 bounds = [capacity, None] if np.isfinite(capacity) else [capacity]
                 for bound in bounds:
                     found = self._divided(setting, order, lives, bound)
-                    division = found[count - 1] if len(found) >= count else None
+                    division = found.division(count)
                     if division is not None:
                         yield division
                         if count > _FEW_STAGES:
@@ -227,16 +246,19 @@ class _Cutter:
         order: Order,
         lives: tuple[float, ...],
         capacity: float | None,
-    ) -> list[Division | None]:
+    ) -> RunCuts:
         """Cut an order; what serves several settings is kept."""
         remat = self._request.remat
         key = setting.strategy, setting.rows, order
         if key not in self._tables:
             works = self._evaluator.works(setting.strategy, setting.rows)
             self._tables[key] = RunTables(self._runs_of(order), works, remat)
+        if capacity is not None and self._tables[key].fits(max(lives), capacity):
+            # What fits with all that may be live has the same runs as if less were.
+            lives, capacity = (1.0,), np.inf
         whole = key, lives, capacity
         if whole not in self._divisions:
-            self._divisions[whole] = cut_runs(self._tables[key], lives, capacity)
+            self._divisions[whole] = RunCuts(self._tables[key], lives, capacity)
         return self._divisions[whole]
 
     def _has_room(
@@ -333,14 +355,9 @@ class _Cutter:
         if key not in self._sums:
             works = self._evaluator.works(setting.strategy, setting.rows)
             forward, inputs, weights = works.seconds
-            loads = (forward + inputs + weights).tolist()
-            longest = loads[:]
-            for producer, consumer in self._evaluator.table.graph.edges:
-                through = longest[producer] + loads[consumer]
-                longest[consumer] = max(longest[consumer], through)
             self._sums[key] = (
-                sum(loads),
-                max(longest),
+                float((forward + inputs + weights).sum()),
+                works.longest_path_s(False),
                 float(weights.sum()),
                 float(works.final_s(setting.replicas).sum()),
             )

@@ -126,6 +126,9 @@ def _settings(request: Request, evaluator: Evaluator) -> Iterator[Setting]:
                     )
                     if request.num_given_stages not in (None, setting.num_stages):
                         continue
+                    is_given = request.microbatches is not None
+                    if not is_given and _num_actions(setting) > _MOST_ACTIONS:
+                        continue
                     if _is_possible(setting, evaluator.table.num_works):
                         yield setting
 
@@ -193,9 +196,12 @@ def _is_possible(setting: Setting, num_works: int) -> bool:
     name = setting.schedule
     if name == LISTED and setting.stages_per_rank > 1:
         name = "interleaved"  # Which its cuts are found with.
-    if not takes(name, ranks, count):
-        return False
-    return 3 * count * setting.num_stages <= _MOST_ACTIONS
+    return takes(name, ranks, count)
+
+
+def _num_actions(setting: Setting) -> int:
+    """Return how many actions a step has at most."""
+    return 3 * setting.num_microbatches * setting.num_stages
 
 
 def _is_chain(evaluator: Evaluator) -> bool:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from torch_xla_pp.planner.devices import Cluster
 from torch_xla_pp.planner.measured_costs import MeasuredCosts, RowSeconds, WorkSeconds
-from torch_xla_pp.planner.strategies import Strategy, ring_s
+from torch_xla_pp.planner.strategies import Strategy
 from torch_xla_pp.work import Cost, Work, WorkGraph
 
 Array = NDArray[np.float64]
@@ -81,7 +81,20 @@ class WorkTable:
 
     def saved(self, remat: str, rows: float) -> Array:
         """Return what each work keeps for its backward."""
-        return np.array([w.saved[remat].of(rows) for w in self.graph.works])
+        per_row, fixed = self._saved[remat]
+        found: Array = per_row * rows + fixed
+        return found
+
+    @cached_property
+    def _saved(self) -> Mapping[str, Array]:
+        """Remat → bytes per row, and fixed ones, that each work keeps."""
+        works = self.graph.works
+        return {
+            remat: np.array(
+                [(w.saved[remat].bytes_per_row, w.saved[remat].bytes) for w in works]
+            ).T
+            for remat in ("none", "full")
+        }
 
     @cached_property
     def passed_per_row(self) -> Array:
@@ -183,6 +196,7 @@ class WorkCosts:
     rows: int
     optimizer_bytes: float
     _final: dict[int, Array] = field(default_factory=dict, init=False, repr=False)
+    _paths: dict[bool, float] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def device_rows(self) -> float:
@@ -266,6 +280,23 @@ class WorkCosts:
         moved = self.parameter_bytes * (2 + self.optimizer_bytes)
         return moved / self.cluster.device.bytes_per_s
 
+    def longest_path_s(self, has_late_weights: bool) -> float:
+        """Return what the longest path of works takes, which is kept.
+
+        Args:
+            has_late_weights: Whether W is not on it.
+        """
+        if has_late_weights not in self._paths:
+            forward, inputs, weights = self.seconds
+            own = forward + inputs if has_late_weights else forward + inputs + weights
+            found = own.tolist()
+            loads = found[:]
+            for producer, consumer in self.table.graph.edges:
+                through = found[producer] + loads[consumer]
+                found[consumer] = max(found[consumer], through)
+            self._paths[has_late_weights] = max(found)
+        return self._paths[has_late_weights]
+
     def final_s(self, replicas: int) -> Array:
         """Return what each work takes at the end of a step, which is kept."""
         if replicas not in self._final:
@@ -279,7 +310,9 @@ class WorkCosts:
         if not self.strategy.has_fsdp:
             per_s = device.link_bytes_per_s
             found += _ring(self.parameter_bytes, self.strategy.data, per_s, 0.0) * 2
-        return found + 2 * _ring(self.parameter_bytes, replicas, link.bytes_per_s, 0.0)
+        # A link takes what all devices of a rank send: every parameter, once.
+        sent = self.table.parameter_bytes
+        return found + 2 * _ring(sent, replicas, link.bytes_per_s, 0.0)
 
     @cached_property
     def split_s(self) -> Array:
@@ -334,22 +367,16 @@ class WorkCosts:
         device, model = self.cluster.device, self.strategy.model
         if model == 1:
             return outputs, inputs
-        values = self.table.graph.values
-        for number, value in enumerate(values):
-            if not value.has_gradient:
-                continue
-            seconds = 2 * ring_s(
-                self.value_bytes[number],
-                model,
-                device.link_bytes_per_s,
-                device.link_latency_s,
-            )
-            producer = self.table.producers[number]
-            if producer >= 0 and self.is_split[producer]:
-                outputs[producer] += seconds
-            for user in self.table.users[number]:
-                if producer >= 0 and self.is_split[user]:
-                    inputs[user] += seconds
+        table, is_split = self.table, self.is_split
+        per_s, latency_s = device.link_bytes_per_s, device.link_latency_s
+        seconds = 2 * _ring(self.value_bytes, model, per_s, latency_s)
+        producers = np.array(table.producers, dtype=int)
+        is_made = (producers >= 0) & table.have_gradients
+        made = np.flatnonzero(is_made & is_split[producers])
+        np.add.at(outputs, producers[made], seconds[made])
+        numbers, users = table.uses.T
+        used = is_made[numbers] & is_split[users]
+        np.add.at(inputs, users[used], seconds[numbers[used]])
         return outputs, inputs
 
 

@@ -158,7 +158,7 @@ class PipelineStage(SilentStage):
             self.model = StageModel(
                 submodule, stage_index, num_stages, self.process_group, others, options
             )
-        self.saved = SavedValues(most_late=cpu.most_freed_late())
+        self.saved = SavedValues(most_small=cpu.most_small_bytes())
         self.outputs = StageOutputs(self.model.world, self.saved)
         self.num_steps = 0
         self._rank: RankPipeline | None = None

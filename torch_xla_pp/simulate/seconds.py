@@ -8,11 +8,12 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from torch_xla_pp.schedule import KINDS, Schedule
 from torch_xla_pp.simulate.costs import Costs
 from torch_xla_pp.simulate.network import Network
-from torch_xla_pp.simulate.routes import PHASES, Routes, Stream
+from torch_xla_pp.simulate.routes import PHASES, Routes
 from torch_xla_pp.simulate.simulation import simulate
 
 _Row = tuple[tuple[int, int], ...]  # number of the stage's kind, microbatch
@@ -41,6 +42,11 @@ class StepOrder:
             tuple((a.stage * len(KINDS) + numbers[a.kind], a.microbatch) for a in row)
             for row in self.schedule.actions
         )
+
+    @cached_property
+    def kinds(self) -> frozenset[int]:
+        """Numbers of the kinds of stages that there are."""
+        return frozenset(number for row in self.rows for number, _ in row)
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -75,16 +81,37 @@ def step_seconds(
     return max(free_s)
 
 
+class _Sent(NamedTuple):
+    """Messages that a stage's kind sends: one for each microbatch.
+
+    Args:
+        arrivals: When each is there, -1 if that is not known yet.
+        sending_s: How long one keeps the link from the next.
+        latency_s: How long it is on its way after that.
+        link: Number of the link.
+        waiting: The microbatch that the receiver waits for, as a list of one; -1 for
+            none.
+        receiver: Rank that receives.
+    """
+
+    arrivals: list[float]
+    sending_s: float
+    latency_s: float
+    link: int
+    waiting: list[int]
+    receiver: int
+
+
+_Routine = tuple[float, tuple[_Sent, ...], tuple[_Sent, ...]]
+
+
 def _ends(order: StepOrder, costs: Costs, routes: Routes) -> list[float] | None:
     """Return when each rank has run its last action, None if one never does.
 
     It is one function, as calls would take longer than what it does.
     """
-    routines = _routines(order, costs, routes)
-    streams = [(s.sending_s, s.latency_s, _link(s)) for s in routes.streams]
-    arrivals = [[-1.0] * order.num_microbatches for _ in streams]
-    sleepers: dict[tuple[int, int], int] = {}
-    links_free_s: dict[tuple[int, int], float] = {link: 0.0 for _, _, link in streams}
+    routines, num_links = _routines(order, costs, routes)
+    links_free_s = [0.0] * num_links
     rows = order.rows
     free_s, steps = [0.0] * len(rows), [0] * len(rows)
     awake = deque(range(len(rows)))
@@ -95,10 +122,10 @@ def _ends(order: StepOrder, costs: Costs, routes: Routes) -> list[float] | None:
             number, microbatch = row[step]
             seconds, receives, sends = routines[number]
             start_s = now_s
-            for stream in receives:
-                arrival_s = arrivals[stream][microbatch]
+            for sent in receives:
+                arrival_s = sent[0][microbatch]
                 if arrival_s < 0:
-                    sleepers[stream, microbatch] = rank
+                    sent[4][0] = microbatch
                     start_s = -1.0
                     break
                 if arrival_s > start_s:
@@ -107,16 +134,14 @@ def _ends(order: StepOrder, costs: Costs, routes: Routes) -> list[float] | None:
                 steps[rank] = step
                 break
             now_s = start_s + seconds
-            for stream in sends:
-                sending_s, latency_s, link = streams[stream]
+            for arrivals, sending_s, latency_s, link, waiting, receiver in sends:
                 link_s = links_free_s[link]
                 link_s = (link_s if link_s > now_s else now_s) + sending_s
                 links_free_s[link] = link_s
-                arrivals[stream][microbatch] = link_s + latency_s
-                if sleepers:
-                    sleeper = sleepers.pop((stream, microbatch), None)
-                    if sleeper is not None:
-                        awake.append(sleeper)
+                arrivals[microbatch] = link_s + latency_s
+                if waiting[0] == microbatch:
+                    waiting[0] = -1
+                    awake.append(receiver)
         else:
             steps[rank] = len(row)
         free_s[rank] = now_s
@@ -126,10 +151,24 @@ def _ends(order: StepOrder, costs: Costs, routes: Routes) -> list[float] | None:
 
 def _routines(
     order: StepOrder, costs: Costs, routes: Routes
-) -> dict[int, tuple[float, tuple[int, ...], tuple[int, ...]]]:
-    """Return what each kind of a stage takes, and the streams it receives and sends."""
+) -> tuple[dict[int, _Routine], int]:
+    """Return what each kind of a stage takes, receives and sends; number of links."""
+    links: dict[tuple[int, int], int] = {}
+    streams = [
+        _Sent(
+            arrivals=[-1.0] * order.num_microbatches,
+            sending_s=stream.sending_s,
+            latency_s=stream.latency_s,
+            link=links.setdefault(
+                (stream.sender_rank, stream.receiver_rank), len(links)
+            ),
+            waiting=[-1],
+            receiver=stream.receiver_rank,
+        )
+        for stream in routes.streams
+    ]
     found = {}
-    for number in {number for row in order.rows for number, _ in row}:
+    for number in order.kinds:
         stage, kind = number // len(KINDS), KINDS[number % len(KINDS)]
         seconds = costs.seconds.get((stage, kind))
         if seconds is None:
@@ -140,11 +179,7 @@ def _routines(
         phase = stage, PHASES[kind]
         found[number] = (
             seconds,
-            tuple(routes.receives.get(phase, ())),
-            tuple(routes.sends.get(phase, ())),
+            tuple(streams[stream] for stream in routes.receives.get(phase, ())),
+            tuple(streams[stream] for stream in routes.sends.get(phase, ())),
         )
-    return found
-
-
-def _link(stream: Stream) -> tuple[int, int]:
-    return stream.sender_rank, stream.receiver_rank
+    return found, len(links)

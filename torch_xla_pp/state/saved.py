@@ -7,8 +7,10 @@ all of that is known when they are enqueued. Not counted are the batch, what
 programs other than the stage's need (an optimizer's, say), and messages that have
 arrived before the program that receives them.
 
-A value is freed *late* if the program behind the one that has read it takes new memory
-before, as for small values on CPU devices.
+A value is *small* if its memory stays with the process when it is freed, as on CPU
+devices. It is freed late there: the program behind the one that has read it takes its
+memory before. So what is held at most is the most of small values, at any time, and of
+large ones.
 """
 
 import gc
@@ -55,11 +57,11 @@ class Size(NamedTuple):
 
     Attributes:
         num_bytes: All of them.
-        late_bytes: Those that are freed late.
+        small_bytes: Those that are small.
     """
 
     num_bytes: int
-    late_bytes: int
+    small_bytes: int
 
 
 class HeldBytes:
@@ -71,26 +73,36 @@ class HeldBytes:
         most_saved: The most bytes that were held at once, but for what is passed on.
         most_passed: The most that backwards of inputs passed on to those of weights.
         most_held: The most bytes that were held at once.
-        most_active: The most while a program ran, with what it took.
     """
 
     def __init__(self) -> None:
-        # Of microbatches, and of bytes; late ones are in no other number.
+        # Of microbatches, and of bytes.
         self._live = self._passed = self._taken = 0
-        self._taken_late = self._late = 0
+        # Of small values: held, taken for the next program, read by the last one.
+        self._small = self._small_taken = self._small_read = 0
+        # What the last program needed, of small values and of large ones.
+        self._needed, self._most_needed = [0, 0], [0, 0]
         self.num_bytes = self.most_live = 0
-        self.most_saved = self.most_passed = self.most_held = self.most_active = 0
+        self.most_saved = self.most_passed = self.most_held = 0
 
-    def put(self, kind: SavedKind, size: Size, kept_bytes: int) -> None:
+    @property
+    def most_active(self) -> int:
+        """Return the most that was held while a program ran, with what it took."""
+        return sum(map(max, self._most_needed, self._needed))
+
+    def put(self, kind: SavedKind, size: Size, read_bytes: int) -> None:
         """Count values that the last program has made, or has read and left.
 
         Args:
             kind: What they are.
             size: Their size.
-            kept_bytes: Late bytes of those that it has read.
+            read_bytes: Bytes of the small ones that it has read.
         """
         self.num_bytes += size.num_bytes
-        self._late -= kept_bytes
+        self._small += size.small_bytes
+        self._small_read -= read_bytes
+        made = size.small_bytes - read_bytes
+        self._needed = [self._needed[0] + made, self._needed[1] - made]
         self._live += kind == "saved"
         self._passed += size.num_bytes if kind == "residual" else 0
         self.most_live = max(self.most_live, self._live)
@@ -101,8 +113,9 @@ class HeldBytes:
     def take(self, kind: SavedKind, size: Size) -> None:
         """Count values as those that the next program reads."""
         self.num_bytes -= size.num_bytes
+        self._small -= size.small_bytes
         self._taken += size.num_bytes
-        self._taken_late += size.late_bytes
+        self._small_taken += size.small_bytes
         self._live -= kind == "saved"
         self._passed -= size.num_bytes if kind == "residual" else 0
 
@@ -112,24 +125,26 @@ class HeldBytes:
         Args:
             extra_bytes: What it needs of its own on a device.
         """
-        active = self.num_bytes + self._late + self._taken + extra_bytes
-        self.most_active = max(self.most_active, active)
-        self._late, self._taken, self._taken_late = self._taken_late, 0, 0
+        self._most_needed = [*map(max, self._most_needed, self._needed)]
+        known = self._small + self._small_taken
+        large = self.num_bytes + self._taken + extra_bytes - known
+        self._needed = [known + self._small_read, large]
+        self._small_read, self._small_taken, self._taken = self._small_taken, 0, 0
 
 
 class SavedValues:
     """A stage's saved activations and the like, and their bytes on one device.
 
     Args:
-        most_late: Size of the largest values that are freed late, zero if none are.
+        most_small: Size of the largest values that are small, zero if none are.
 
     Attributes:
         own: What the stage holds.
         of_rank: What all stages of the rank hold that share it.
     """
 
-    def __init__(self, *, most_late: int = 0) -> None:
-        self._most_late = most_late
+    def __init__(self, *, most_small: int = 0) -> None:
+        self._most_small = most_small
         self._values: dict[tuple[SavedKind, int], dict[str, Tensor]] = {}
         self._sizes: dict[tuple[SavedKind, int], Size] = {}
         # Names of what the last program has read, and of what the next one will.
@@ -166,13 +181,13 @@ class SavedValues:
     ) -> None:
         """Keep the values of a microbatch until they are taken; `sizes` is for them."""
         num_bytes = total_bytes(values, sizes)
-        late = {x: sizes[x] for x in values if sizes[x] <= self._most_late}
-        size = Size(num_bytes, sum(late.values()))
-        kept_bytes = sum(late[x] for x in late.keys() & self._read)
+        small = {x: sizes[x] for x in values if sizes[x] <= self._most_small}
+        size = Size(num_bytes, sum(small.values()))
+        read_bytes = sum(small[x] for x in small.keys() & self._read)
         self._values[kind, microbatch] = values
         self._sizes[kind, microbatch] = size
         for held in (self.own, self.of_rank):
-            held.put(kind, size, kept_bytes)
+            held.put(kind, size, read_bytes)
 
     def has(self, kind: SavedKind, microbatch: int) -> bool:
         """Return whether there is something to take."""
@@ -212,7 +227,9 @@ class StageMemory:
         held_bytes: The most that was held of both at once.
         state_bytes: Parameters, buffers, gradients and their sums.
         active_bytes: The most that was held while a program ran, and all that this
-            program takes: its temporaries and results, and what is freed late.
+            program takes: its temporaries and results. Where the memory of small values
+            stays with the process: the most of those at any time, and the most of large
+            ones.
         optimizer_bytes: What optimizers keep for the parameters now.
     """
 

@@ -153,7 +153,7 @@ class WorkGraph:
         """
         model = LayeredModel(self.works, self.values, self.outputs)
         works, values = model.repeated(path, count)
-        return replace(self, works=works, values=values)
+        return replace(self, works=works, values=values, op_digests={})
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return it as JSON.

@@ -1,0 +1,105 @@
+"""Searches that see joined works, and plans that have all of them."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_models import WorkBuilder, gpt, mmt
+from strategies import series_parallel_graphs, work_graphs
+
+from torch_xla_pp.planner import check, make_plan
+from torch_xla_pp.planner.devices import DEVICES, Cluster
+from torch_xla_pp.planner.evaluation import Evaluator
+from torch_xla_pp.planner.joined_works import (
+    joined_evaluator,
+    joined_graph,
+    joined_groups,
+)
+from torch_xla_pp.planner.search import best_of, search
+from torch_xla_pp.planner.settings import Request
+from torch_xla_pp.planner.work_costs import WorkTable
+from torch_xla_pp.work import Amount, WorkGraph
+
+pytestmark = pytest.mark.pure
+
+
+@settings(max_examples=100, deadline=None)
+@given(graph=work_graphs(8) | series_parallel_graphs(8), data=st.data())
+def test_joined_works_are_all_works_in_the_order_of_data_flow(
+    graph: WorkGraph, data: st.DataObject
+) -> None:
+    count = len(graph.works)
+    weights = [float(data.draw(st.integers(0, 5))) for _ in range(count)]
+    most = data.draw(st.integers(1, count))
+    groups = joined_groups(graph, weights, most)
+    assert len(set(groups)) <= most
+    assert all(groups[p] <= groups[c] for p, c in graph.edges)
+    joined = joined_graph(graph, groups)
+    assert sorted(op for w in joined.works for op in w.ops) == sorted(
+        op for w in graph.works for op in w.ops
+    )
+    for kind in ("forward", "backward_input", "backward_weight"):
+        flops = [sum(getattr(w, kind).flops for w in g.works) for g in (graph, joined)]
+        assert flops[0] == pytest.approx(flops[1])
+    assert {p.name for w in joined.works for p in w.parameters} == {
+        p.name for w in graph.works for p in w.parameters
+    }
+    edges = {(groups[p], groups[c]) for p, c in graph.edges}
+    assert {*joined.edges} == {(p, c) for p, c in edges if p != c}
+
+
+def test_a_value_within_joined_works_is_kept_as_their_own() -> None:
+    build = WorkBuilder(4)
+    at = build.given("x", 10)
+    for number in range(3):
+        at = build.add(f"w{number}", [at], 10 * (number + 1), 1.0, saved=1.0)
+    graph = build.graph("three")
+    joined = joined_graph(graph, (0, 0, 1))
+    first, second = (work.saved["none"] for work in joined.works)
+    assert first == Amount(bytes_per_row=4.0 + 4.0 + 40.0)  # w0, w1, and w0's value.
+    assert second == Amount(bytes_per_row=4.0)
+    assert [v.name for v in joined.values] == ["x", "w1_out", "w2_out"]
+
+
+def test_light_works_are_joined_first_and_branches_stay() -> None:
+    graph = mmt(2)
+    groups = joined_groups(graph, [1.0] * 32 + [0.1, 1.0], 10)
+    assert groups[32] == groups[33]
+    branches = [{*groups[:16]}, {*groups[16:32]}]
+    assert not branches[0] & branches[1]
+    sizes = [groups.count(group) for group in sorted({*groups})]
+    assert max(sizes) <= 4
+
+
+def evaluator_of(graph: WorkGraph) -> Evaluator:
+    cluster = Cluster(device=DEVICES["v5p"], num_devices=8)
+    return Evaluator(table=WorkTable(graph), cluster=cluster, has_own_inputs=True)
+
+
+@pytest.mark.parametrize("graph", [gpt(20, 512, 256), mmt(4)], ids=lambda g: g.source)
+def test_cuts_of_joined_works_cost_what_they_cost_with_all(graph: WorkGraph) -> None:
+    whole = evaluator_of(graph)
+    joined = joined_evaluator(whole, 30)
+    request = Request(rows=64, num_ranks=8, devices_per_rank=1, replicas=(1,))
+    best = best_of(search(request, joined))
+    again = whole.evaluate(
+        joined.whole_cut(best.cut), (best.rule,) if best.rule else ()
+    )
+    assert (again.step_s, again.ranks) == (best.step_s, best.ranks)
+    assert best.step_s < 1.1 * best_of(search(request, whole)).step_s
+
+
+def test_thousands_of_works_are_planned() -> None:
+    graph = gpt(1000, 256, 64)
+    plan = make_plan(
+        graph,
+        rows=64,
+        ranks=8,
+        device="v5p",
+        microbatches=(16,),
+        replicas=(1,),
+        schedules=("1f1b", "zb1p"),
+        memory_bytes=2**40,
+    )
+    check(plan, graph)
+    assert sum(len(stage.ops) for stage in plan.stages) == 2002
+    assert plan.predicted.bubble < 0.2

@@ -1,0 +1,229 @@
+"""Works joined to fewer, where there are so many that tables of all runs do not pay.
+
+Two works are joined if one is all that the other gives values to, or takes them from:
+then no cycle comes about, and branches stay what they are. The lightest pair goes
+first, so that what is joined is about equally heavy. Where that does not make few
+enough, runs of the program's order are joined.
+
+Only the search sees joined works; what a cut costs is counted with all works.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import reduce
+from heapq import heapify, heappop, heappush
+
+from torch_xla_pp.planner.evaluation import Evaluation, Evaluator
+from torch_xla_pp.planner.strategies import Strategy
+from torch_xla_pp.planner.work_costs import WorkTable
+from torch_xla_pp.work import Amount, Cost, Work, WorkGraph, WorkParameter
+
+MOST_WORKS = 512
+
+_Groups = tuple[int, ...]  # the joined work of each work
+
+
+def joined_evaluator(evaluator: Evaluator, most: int = MOST_WORKS) -> Evaluator:
+    """Return what a search takes: the same evaluator, or one of joined works.
+
+    Args:
+        evaluator: What evaluates cuts of all works.
+        most: The most works that a search is to see.
+    """
+    graph = evaluator.table.graph
+    # What is measured is measured by work.
+    if len(graph.works) <= most or evaluator.table.measured is not None:
+        return evaluator
+    weights = sum(evaluator.works(Strategy(), graph.rows).seconds).tolist()  # type: ignore[union-attr]
+    groups = joined_groups(graph, weights, most)
+    table = WorkTable(joined_graph(graph, groups))
+    return replace(evaluator, table=table, whole=evaluator, groups=groups)
+
+
+def with_all_works(evaluation: Evaluation, evaluator: Evaluator) -> Evaluation:
+    """Return what an evaluator of joined works found, with the stages of all works."""
+    if evaluator.whole is None:
+        return evaluation
+    return replace(evaluation, cut=evaluator.whole_cut(evaluation.cut))
+
+
+def joined_groups(graph: WorkGraph, weights: Sequence[float], most: int) -> _Groups:
+    """Return for each work the number of its group, in the order of data flow.
+
+    Args:
+        graph: The works.
+        weights: What each takes.
+        most: The most groups.
+    """
+    pool = _Pool(graph, weights)
+    pool.join(most)
+    heads = pool.heads()
+    if len(set(heads)) > most:
+        heads = _runs(weights, most)
+    return _numbered(heads, graph.edges)
+
+
+class _Pool:
+    """_Groups of works, each named by one of its works, and the edges between them."""
+
+    def __init__(self, graph: WorkGraph, weights: Sequence[float]) -> None:
+        count = len(graph.works)
+        self._weights = [*weights]
+        self._parents = [*range(count)]
+        self._ins: list[set[int]] = [set() for _ in range(count)]
+        self._outs: list[set[int]] = [set() for _ in range(count)]
+        for producer, consumer in graph.edges:
+            self._outs[producer].add(consumer)
+            self._ins[consumer].add(producer)
+        self._count = count
+
+    def join(self, most: int) -> None:
+        """Join the lightest pairs until there are few enough, or none are left."""
+        pairs = [
+            (self._weights[first] + self._weights[second], first, second)
+            for first in range(self._count)
+            for second in self._outs[first]
+        ]
+        heapify(pairs)
+        while self._count > most and pairs:
+            weight, first, second = heappop(pairs)
+            is_edge = second in self._outs[first]
+            if not is_edge or weight != self._weights[first] + self._weights[second]:
+                continue  # One of them has grown: its pairs came anew.
+            if len(self._outs[first]) > 1 and len(self._ins[second]) > 1:
+                continue  # There may be another way from the first to the second.
+            for pair in self._joined(first, second):
+                heappush(pairs, pair)
+
+    def heads(self) -> list[int]:
+        """Return the name of the group of each work."""
+        found = []
+        for work in range(len(self._parents)):
+            while self._parents[work] != work:
+                work = self._parents[work]
+            found.append(work)
+        return found
+
+    def _joined(self, first: int, second: int) -> Iterator[tuple[float, int, int]]:
+        """Put the second into the first; yield the pairs that have another weight."""
+        ins, outs = self._ins, self._outs
+        outs[first] |= outs[second]
+        outs[first] -= {first, second}
+        ins[first] |= ins[second]
+        ins[first] -= {first, second}
+        for user in outs[second]:
+            ins[user].discard(second)
+            ins[user].add(first)
+        for maker in ins[second] - {first}:
+            outs[maker].discard(second)
+            outs[maker].add(first)
+        outs[second], ins[second] = set(), set()
+        self._parents[second] = first
+        self._weights[first] += self._weights[second]
+        self._count -= 1
+        weights = self._weights
+        for user in sorted(outs[first]):
+            yield weights[first] + weights[user], first, user
+        for maker in sorted(ins[first]):
+            yield weights[maker] + weights[first], maker, first
+
+
+def _runs(weights: Sequence[float], most: int) -> list[int]:
+    """Return the run of each work if runs of the program's order are equally heavy."""
+    share = sum(weights) / most
+    found, run, weight = [], 0, 0.0
+    for own in weights:
+        if weight and weight + own > share and run + 1 < most:
+            run, weight = run + 1, 0.0
+        weight += own
+        found.append(run)
+    return found
+
+
+def _numbered(heads: Sequence[int], edges: Sequence[tuple[int, int]]) -> _Groups:
+    """Number groups by data flow, the one with the first work first."""
+    users: dict[int, set[int]] = {head: set() for head in heads}
+    needs = dict.fromkeys(users, 0)
+    for producer, consumer in edges:
+        first, second = heads[producer], heads[consumer]
+        if first != second and second not in users[first]:
+            users[first].add(second)
+            needs[second] += 1
+    places = {head: place for place, head in reversed([*enumerate(heads)])}
+    free = [(places[head], head) for head, count in needs.items() if not count]
+    heapify(free)
+    numbers: dict[int, int] = {}
+    while free:
+        _, head = heappop(free)
+        numbers[head] = len(numbers)
+        for user in users[head]:
+            needs[user] -= 1
+            if not needs[user]:
+                heappush(free, (places[user], user))
+    return tuple(numbers[head] for head in heads)
+
+
+def joined_graph(graph: WorkGraph, groups: _Groups) -> WorkGraph:
+    """Return the graph of joined works: sums of costs, and the values between them.
+
+    Args:
+        graph: All works.
+        groups: The joined work of each.
+    """
+    members: list[list[Work]] = [[] for _ in range(max(groups) + 1)]
+    for work, group in zip(graph.works, groups, strict=True):
+        members[group].append(work)
+    names = [own[-1].name for own in members]
+    home = {w.name: names[g] for w, g in zip(graph.works, groups, strict=True)}
+    order = {name: place for place, name in enumerate(names)}
+    kept: dict[str, Amount] = dict.fromkeys(names, Amount())
+    values = []
+    for value in graph.values:
+        producer = None if value.producer is None else home[value.producer]
+        users = {home[user] for user in value.users} - {producer}
+        keepers = {home[keeper] for keeper in value.kept_by}
+        if users or value.name in graph.outputs or producer is None:
+            values.append(
+                replace(
+                    value,
+                    producer=producer,
+                    users=tuple(sorted(users, key=order.__getitem__)),
+                    kept_by=tuple(sorted(keepers, key=order.__getitem__)),
+                )
+            )
+        elif keepers:
+            kept[producer] += value.size
+    works = tuple(
+        _joined_work(own, kept[name]) for own, name in zip(members, names, strict=True)
+    )
+    return WorkGraph(
+        works=works,
+        values=tuple(values),
+        rows=graph.rows,
+        outputs=graph.outputs,
+        has_loss=graph.has_loss,
+        source=graph.source,
+    )
+
+
+def _joined_work(members: Sequence[Work], kept: Amount) -> Work:
+    """Return one work for several; a value within them is kept as its own is."""
+    last = members[-1]
+    parameters: dict[str, WorkParameter] = {}
+    for parameter in (p for work in members for p in work.parameters):
+        parameters.setdefault(parameter.tied or parameter.name, parameter)
+    saved = {
+        remat: reduce(Amount.__add__, (work.saved[remat] for work in members))
+        for remat in ("none", "full")
+    }
+    return replace(
+        last,
+        ops=tuple(op for work in members for op in work.ops),
+        digest=" ".join(work.digest for work in members),
+        forward=reduce(Cost.__add__, (work.forward for work in members)),
+        backward_input=reduce(Cost.__add__, (w.backward_input for w in members)),
+        backward_weight=reduce(Cost.__add__, (w.backward_weight for w in members)),
+        saved=saved | {"none": saved["none"] + kept},
+        passed_bytes_per_row=sum(work.passed_bytes_per_row for work in members),
+        parameters=tuple(parameters.values()),
+    )
