@@ -55,6 +55,7 @@ from torch_xla_pp.compile.stage_compiler import (
     StageSource,
     example_of,
 )
+from torch_xla_pp.compile.stage_loss import StageLoss
 from torch_xla_pp.compile.stage_programs import Forwarded, StagePrograms, SummedGrads
 from torch_xla_pp.compile.stage_specs import Borders, tangent_name
 
@@ -79,6 +80,7 @@ __all__ = [
     "StageCompiler",
     "StageFunctions",
     "StageKind",
+    "StageLoss",
     "StagePrograms",
     "StageSource",
     "SummedGrads",

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.channels import Marks
-from torch_xla_pp.compile import CompiledStage, output_name, tangent
+from torch_xla_pp.compile import CompiledStage, StageLoss, output_name, tangent
 from torch_xla_pp.mesh import TensorSpec
 from torch_xla_pp.plan import StagePlan
-from torch_xla_pp.runtime.loss import StageLoss
 from torch_xla_pp.state import SavedKind, SavedValues
 from torch_xla_pp.world import World
 

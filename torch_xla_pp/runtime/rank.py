@@ -21,12 +21,11 @@ from torch import nn
 
 from torch_xla_pp import cpu, xla_compat
 from torch_xla_pp.channels import Links, Marks, Observer
-from torch_xla_pp.compile import CompiledStage, StageKind, StagePrograms
+from torch_xla_pp.compile import CompiledStage, StageKind, StageLoss, StagePrograms
 from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.plan import StagePlan, random_seed
 from torch_xla_pp.runtime.gradients.finish import combine
-from torch_xla_pp.runtime.loss import StageLoss
 from torch_xla_pp.runtime.outputs import StageOutputs
 from torch_xla_pp.runtime.stage_model import StageModel
 from torch_xla_pp.runtime.step_plans import StepPlans, agree_on_pipeline

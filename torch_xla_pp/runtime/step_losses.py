@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torch_xla_pp.compile import StageLoss
 from torch_xla_pp.errors import PipelineError
-from torch_xla_pp.runtime.loss import StageLoss
 from torch_xla_pp.runtime.rank import RankPipeline
 
 

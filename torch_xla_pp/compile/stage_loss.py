@@ -13,13 +13,9 @@ import torch
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import (
-    LossProgram,
-    example_of,
-    of_rows,
-    rules_of,
-    split_loss,
-)
+from torch_xla_pp.compile.loss_program import LossProgram, of_rows, split_loss
+from torch_xla_pp.compile.rank_rules import rules_of
+from torch_xla_pp.compile.stage_compiler import example_of
 from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.graph import Captured, Template
 from torch_xla_pp.mesh import TensorSpec
