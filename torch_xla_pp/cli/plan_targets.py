@@ -74,10 +74,12 @@ def _measured(work: WorkGraph, made: tuple[Any, ...], path: str) -> MeasuredCost
         )
     import torch.distributed as dist
 
+    from torch_xla_pp.local_job import free_port
     from torch_xla_pp.measuring import measure_work
 
     model, args, loss_fn, target = made
-    dist.init_process_group("xla_pp", store=dist.HashStore(), rank=0, world_size=1)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    dist.init_process_group("xla_pp", address, rank=0, world_size=1)
     try:
         costs = measure_work(work, model, args, loss_fn=loss_fn, target=target)
     finally:
