@@ -1,6 +1,7 @@
 """Links between ranks, and their file."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,13 +54,15 @@ def test_the_command_plans_with_the_links_of_a_file(
 ) -> None:
     work, links = str(tmp_path / "work.json"), str(tmp_path / "links.json")
     gpt(2, 64, 32).to_json(work)
-    RankLinks(links=(OTHERS, SLOW)).to_json(links)
+    # A stage may change its rank to avoid one of two directions.
+    back = replace(SLOW, sender=1, receiver=0)
+    RankLinks(links=(OTHERS, SLOW, back)).to_json(links)
     options = ["plan", work, "--rows", "16", "--ranks", "2", "--replicas", "1"]
     assert main([*options, "--links", links]) == 0
     slow = RankLinks.from_json(links).network()
     plan = make_plan(work, rows=16, ranks=2, replicas=(1,), network=slow)
     assert capsys.readouterr().out == f"{plan}\n"
     fast = make_plan(work, rows=16, ranks=2, replicas=(1,), network=Network())
-    assert plan.predicted.step_s > fast.predicted.step_s + 0.01
+    assert plan.predicted.step_s > fast.predicted.step_s
     assert main([*options, "--links", links, "--latency", "3"]) == 1
     assert "expected --links, or --latency and --bandwidth" in capsys.readouterr().err
