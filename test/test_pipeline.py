@@ -55,6 +55,17 @@ def test_a_pipe_runs_all_stages_as_upstreams_does() -> None:
     torch.testing.assert_close(result, model(x))
 
 
+def test_a_model_may_be_a_sequential() -> None:
+    """Which upstream refuses."""
+    layers = (nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.0), nn.Linear(4, 4))
+    model, x = nn.Sequential(*layers), torch.randn(2, 4)
+    pipe = xpp.pipeline(model, mb_args=(x,), split_spec={"3": SplitPoint.BEGINNING})
+    second = dict(pipe.get_stage_module(1).named_parameters())
+    assert {*second} == {"3.weight", "3.bias"}
+    assert second["3.weight"] is layers[3].weight
+    torch.testing.assert_close(pipe(x)[0], model(x))
+
+
 def test_an_example_that_is_not_where_the_model_is() -> None:
     x = torch.ones(2, 4, device=xpp.device())
     for model, example in ((Two().to(xpp.device()), x.cpu()), (Two(), x)):

@@ -55,7 +55,7 @@ def run_locally(
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
             if devices is not None:
                 own["CPU_NUM_DEVICES"] = devices
-            env = _own_environment() | (variables or {}) | address
+            env = _own_environment() | dict(variables or {}) | address
             env |= {name: str(value) for name, value in own.items()}
             process = subprocess.Popen(
                 [sys.executable, *arguments],

@@ -30,6 +30,34 @@ def _import_quietly() -> None:
     logger.disabled = before
 
 
+class _Chain(torch.nn.Module):
+    """The modules of a `Sequential`, under their names there.
+
+    Upstream takes a model that is a `Sequential` itself for a function, whose modules
+    it then does not find; one inside of a model is fine. This can go when it does.
+    """
+
+    def __init__(self, module: torch.nn.Sequential) -> None:
+        super().__init__()
+        self._modules = dict(module._modules)
+        self.training = module.training
+
+    def forward(self, value: Any) -> Any:
+        """Call one module after the other."""
+        for module in self._modules.values():
+            if module is not None:
+                value = module(value)
+        return value
+
+
+def _traceable(module: torch.nn.Module) -> torch.nn.Module:
+    """Return what upstream can trace in place of a model."""
+    has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
+    if type(module) is torch.nn.Sequential and not has_hooks:
+        return _Chain(module)
+    return module
+
+
 def trace(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> fx.GraphModule:
@@ -37,7 +65,7 @@ def trace(
     _import_quietly()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        program = Pipe._trace_with_export(module, args, kwargs)
+        program = Pipe._trace_with_export(_traceable(module), args, kwargs)
         return program.module(check_guards=False)
 
 
@@ -59,7 +87,7 @@ def trace_and_split(
     _import_quietly()
     with warnings.catch_warnings(), _annotated(module, split_spec):
         warnings.simplefilter("ignore")
-        program = Pipe._trace_with_export(module, args, kwargs)
+        program = Pipe._trace_with_export(_traceable(module), args, kwargs)
         pipe: Pipe = Pipe._from_traced(
             program.module(check_guards=False),
             program,

@@ -1,6 +1,7 @@
 """What gloo prints and nobody can act on is left out; all else is there."""
 
 import os
+from unittest import mock
 
 import pytest
 
@@ -18,3 +19,14 @@ def test_lines_with_the_prefix_are_dropped_and_others_follow(
         raise ValueError("raised")
     os.write(1, b"after\n")
     assert capfd.readouterr().out == "before\nof another\n[Gloo] Error\nafter\n"
+
+
+def test_without_a_place_for_lines_all_are_printed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with (
+        mock.patch("tempfile.TemporaryFile", side_effect=OSError("full")),
+        without_lines(b"[Gloo] Rank "),
+    ):
+        os.write(1, b"[Gloo] Rank 0\n")
+    assert capfd.readouterr().out == "[Gloo] Rank 0\n"

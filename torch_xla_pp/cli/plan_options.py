@@ -2,10 +2,10 @@
 
 import argparse
 import re
-import runpy
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from torch_xla_pp.cli.plan_targets import work_and_costs
 from torch_xla_pp.planner import (
     DEVICES,
     PLANNERS,
@@ -18,7 +18,6 @@ from torch_xla_pp.planner import (
     make_plan,
 )
 from torch_xla_pp.simulate import Network
-from torch_xla_pp.work import WorkGraph
 
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -58,7 +57,14 @@ def add_plan_options(command: ArgumentParser) -> None:
         type=float,
         default=8.0,
         metavar="PERCENT",
-        help="left free of it, 8",
+        help="left free of it (default 8)",
+    )
+    add("--costs", metavar="FILE", help="times of works that --measure has written")
+    add(
+        "--measure",
+        metavar="FILE",
+        help="run each work on this machine, which takes a second or two each, write "
+        "what they take, and plan with it; for script.py:function with a loss",
     )
     add("--latency", type=float, metavar="US", help="of links between ranks")
     add("--bandwidth", type=float, metavar="GBPS", help="of links between ranks, GB/s")
@@ -118,7 +124,7 @@ def plan_of_options(options: Namespace) -> PipelinePlan:
     Raises:
         ValueError: One is at fault, or nothing fits.
     """
-    work = _work_of(options.work)
+    work, costs = work_and_costs(options.work, options.costs, options.measure)
     if options.save_work:
         work.to_json(options.save_work)
     devices = [DeviceSpec.named(name) for name in options.device]
@@ -144,6 +150,7 @@ def plan_of_options(options: Namespace) -> PipelinePlan:
         planner=options.planner,
         has_own_inputs=options.own_inputs,
         compare=options.compare,
+        costs=costs,
     )
 
 
@@ -159,34 +166,6 @@ def _network_of(options: Namespace, device: DeviceSpec) -> Network:
             "out."
         )
     return RankLinks.from_json(Path(options.links)).network()
-
-
-def _work_of(target: str) -> WorkGraph:
-    """Return the work of a file, or trace the model that a script's function makes.
-
-    Raises:
-        ValueError: The script has no such function, or it returns something else.
-    """
-    script, _, name = target.rpartition(":")
-    if not script.endswith(".py"):
-        return WorkGraph.from_json(Path(target))
-    known = runpy.run_path(script)
-    made = known[name]() if callable(known.get(name)) else None
-    if (
-        not isinstance(made, tuple)
-        or len(made) not in (2, 4)
-        or not isinstance(made[1], tuple)
-    ):
-        raise ValueError(
-            f"{target}: expected a function that returns a model, the tuple of a "
-            "microbatch's arguments, and a loss function with its target or neither, "
-            f"got {type(made).__name__}. Write e.g. def plan(): return Model(), "
-            "(torch.zeros(8, 128),), mse_loss, torch.zeros(8, 2)."
-        )
-    from torch_xla_pp.tracing import trace_work  # With torch, which files do without.
-
-    loss_fn, loss_target = (*made[2:], None, None)[:2]
-    return trace_work(made[0], made[1], loss_fn=loss_fn, target=loss_target)
 
 
 def _size(text: str) -> int:

@@ -85,11 +85,11 @@ class ListedCandidates:
         return self._evaluator.evaluate(cut, LIST_RULES[:count])
 
     def _surest(self) -> list[Cut]:
-        """Return the cuts that are best with builders, one if they are long."""
+        """Return the cuts that are best with builders, two if they are long."""
         found = self._found
         best = nsmallest(_MOST_STARTS, found, key=lambda cut: (found[cut], cut.stages))
         long = [cut for cut in best if FEWEST_RULES * num_actions_of(cut) > _RULED]
-        return best[:1] if long else best
+        return best[:2] if long else best
 
     def _some(self) -> Iterator[Cut]:
         """Yield the cuts that promise most, as many as the bound allows."""

@@ -96,7 +96,7 @@ LIST_RULES = (
     OrderRule(is_split=False, live=1.5),
     OrderRule(is_split=False, live=0.5),
 )
-FEWEST_RULES = 6
+FEWEST_RULES = 5
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ from torch_xla_pp.planner.moves import (
     moved_from,
     num_actions_of,
 )
-from torch_xla_pp.planner.orders import SPLIT
+from torch_xla_pp.planner.orders import LISTED, SPLIT
 from torch_xla_pp.planner.runs_search import Division, OrderRuns, RunCuts, RunTables
 from torch_xla_pp.planner.settings import Request, settings_for
 from torch_xla_pp.planner.work_tree import WorkTree, tree_of
@@ -38,6 +38,9 @@ from torch_xla_pp.planner.work_tree import WorkTree, tree_of
 _SLACK = 1.1
 _SLACK_OF_CUTS = 1.05
 _SLACK_OF_SMALL = 1.3
+# Share of what is live on average that a plan holds at least, as heavy stages may be
+# those that hold few microbatches.
+_SURE = 0.8
 _FEW_STAGES = 8
 _NUM_STARTS = 8
 # A bound on the actions of all cuts that moves lead to, as no clock is to be one.
@@ -130,7 +133,7 @@ def search(
         ):
             found.num_pruned += len(estimates[setting])
             continue
-        for cut in cutter.cuts(setting):
+        for cut in cutter.cuts(setting, limit_s < np.inf):
             if estimated_s(evaluator, cut) > slack * limit_s:
                 continue
             evaluation = evaluator.evaluate(cut)
@@ -170,30 +173,54 @@ class _Cutter:
         self._runs: dict[object, OrderRuns] = kept("orders' runs")
         self._trees: dict[object, WorkTree] = kept("trees")
         self._orders: dict[object, tuple[Order, ...]] = kept("orders")
-        self._sums: dict[object, tuple[float, float, float, float]] = kept("sums")
+        self._sums: dict[object, _Totals] = kept("sums")
 
     def balanced_s(self, setting: Setting) -> float:
-        """Estimate a step of stages that all take equally long."""
-        total, path, late, final = self._totals(setting)
+        """Estimate a step of stages that all take equally long.
+
+        If memory does not suffice, even were it that of all ranks together, values
+        are computed again, as few as that asks for.
+        """
+        totals = self._totals(setting)
+        total, late = totals.seconds, totals.weight_s
         ranks, per_rank = setting.num_ranks, setting.stages_per_rank
         action_s = self._evaluator.cluster.device.action_s
         load = total / ranks + 2 * per_rank * action_s
-        fill = max(0.0, path - total / ranks) * (1 - 1 / ranks)
+        fill = max(0.0, totals.path_s - total / ranks) * (1 - 1 / ranks)
         if setting.schedule in SPLIT:
             fill *= max(0.0, 1 - 2 * late / total) if total else 0.0
         if setting.schedule == "zbv":
             fill /= 2
-        return setting.num_microbatches * load + fill / per_rank + final / ranks
+        share = min(1.0, self._share_too_many(setting, totals))
+        load += share * totals.forward_s / ranks
+        final = totals.final_s / ranks
+        return setting.num_microbatches * load + fill / per_rank + final
 
     def may_fit(self, setting: Setting) -> bool:
-        """Tell if the state of all stages is not more than all ranks have."""
-        works = self._evaluator.works(setting.strategy, setting.rows)
-        state = works.parameter_bytes.sum() * (2 + works.optimizer_bytes)
-        capacity = self._evaluator.cluster.capacity_bytes * setting.num_ranks
-        return bool(state <= capacity)
+        """Tell if what all stages hold is not more than all ranks have."""
+        most = 1.0 if "full" in self._request.remat else 0.0
+        return self._share_too_many(setting, self._totals(setting)) <= most
 
-    def cuts(self, setting: Setting) -> Iterator[Cut]:
-        """Yield cuts that may be good for a setting."""
+    def _share_too_many(self, setting: Setting, totals: "_Totals") -> float:
+        """Return which share of all saved values would have to be computed again.
+
+        It is above 1 if not even the state fits.
+        """
+        capacity = self._evaluator.cluster.capacity_bytes * setting.num_ranks
+        lives = self._lives(setting)
+        saved = _SURE * totals.saved_bytes * sum(lives) / len(lives)
+        lacking = totals.state_bytes + saved - capacity
+        if lacking <= 0:
+            return 0.0
+        return lacking / saved if saved else np.inf
+
+    def cuts(self, setting: Setting, has_fit: bool = False) -> Iterator[Cut]:
+        """Yield cuts that may be good for a setting.
+
+        Args:
+            setting: The setting.
+            has_fit: Whether there is a plan that fits, so that less is tried for one.
+        """
         if self._request.stages is not None:
             for choice in self._request.remat:
                 yield Cut(
@@ -204,7 +231,7 @@ class _Cutter:
             return
         edges = self._evaluator.table.graph.edges
         seen = set()
-        for division in self._found(setting):
+        for division in self._found(setting, has_fit):
             numbers = renumbered(division.stages, edges)
             if numbers is None:
                 continue
@@ -215,7 +242,7 @@ class _Cutter:
                 seen.add((cut.stages, cut.remat))
                 yield cut
 
-    def _found(self, setting: Setting) -> Iterator[Division]:
+    def _found(self, setting: Setting, has_fit: bool) -> Iterator[Division]:
         count = setting.num_stages
         planner = self._request.planner
         lives = self._lives(setting)
@@ -228,6 +255,8 @@ class _Cutter:
                     continue
                 # Where memory binds, moves begin from what holds least, too.
                 bounds = [capacity, None] if np.isfinite(capacity) else [capacity]
+                if has_fit and (count > _FEW_STAGES or len(order) > SMALL):
+                    bounds = [capacity]
                 for bound in bounds:
                     found = self._divided(setting, order, lives, bound)
                     division = found.division(count)
@@ -332,7 +361,9 @@ class _Cutter:
         """Return what is live with 1, 2, … stages to the end."""
         stages, count = setting.num_stages, setting.num_microbatches
         ranks, per_rank = setting.num_ranks, setting.stages_per_rank
-        if setting.schedule in ("1f1b", "dag"):
+        if setting.schedule == LISTED:
+            stages = ranks  # It may hold no more than 1F1B does.
+        if setting.schedule in ("1f1b", "dag", LISTED):
             return tuple(float(min(f, count)) for f in range(1, stages + 1))
         live = {
             "gpipe": float(count),
@@ -349,19 +380,47 @@ class _Cutter:
             self._orders[key] = linear_orders(edges, self._weights(setting))
         return self._orders[key]
 
-    def _totals(self, setting: Setting) -> tuple[float, float, float, float]:
-        """Return seconds of all works, of the longest path, of W, and at the end."""
+    def _totals(self, setting: Setting) -> "_Totals":
         key = setting.strategy, setting.rows, setting.replicas
         if key not in self._sums:
             works = self._evaluator.works(setting.strategy, setting.rows)
             forward, inputs, weights = works.seconds
-            self._sums[key] = (
-                float((forward + inputs + weights).sum()),
-                works.longest_path_s(False),
-                float(weights.sum()),
-                float(works.final_s(setting.replicas).sum()),
+            kept = works.value_bytes[np.unique(works.table.keeping[:, 0])].sum()
+            again = works.saved["full"].sum()
+            state = works.parameter_bytes.sum() * (2 + works.optimizer_bytes)
+            self._sums[key] = _Totals(
+                seconds=float((forward + inputs + weights).sum()),
+                path_s=works.longest_path_s(False),
+                forward_s=float(forward.sum()),
+                weight_s=float(weights.sum()),
+                final_s=float(works.final_s(setting.replicas).sum()),
+                state_bytes=float(state),
+                saved_bytes=float(works.saved["none"].sum() + kept - again),
             )
         return self._sums[key]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Totals:
+    """What all works together take and hold.
+
+    Args:
+        seconds: F, I and W of a microbatch.
+        path_s: The same along the longest path.
+        forward_s: F alone.
+        weight_s: W alone.
+        final_s: What is done at the end of a step.
+        state_bytes: Parameters, gradients and the optimizer's state on a device.
+        saved_bytes: What is not kept for a microbatch if it is computed again.
+    """
+
+    seconds: float
+    path_s: float
+    forward_s: float
+    weight_s: float
+    final_s: float
+    state_bytes: float
+    saved_bytes: float
 
 
 def balanced_seconds(evaluator: Evaluator, setting: Setting) -> float:

@@ -77,20 +77,21 @@ def without_lines(prefix: bytes) -> Iterator[None]:
     """
     flush = ctypes.CDLL(None).fflush
     try:
+        file = tempfile.TemporaryFile()
         stdout = sys.__stdout__.fileno() if sys.__stdout__ else -1
         before = os.dup(stdout)
     except (OSError, ValueError):
         yield
         return
     flush(None)
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), stdout)
-        try:
-            yield
-        finally:
-            flush(None)
-            os.dup2(before, stdout)
-            os.close(before)
+    os.dup2(file.fileno(), stdout)
+    try:
+        yield
+    finally:
+        flush(None)
+        os.dup2(before, stdout)
+        os.close(before)
+        with file:
             file.seek(0)
             for line in file:
                 if not line.startswith(prefix):
