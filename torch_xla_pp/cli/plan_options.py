@@ -52,7 +52,13 @@ def add_plan_options(command: ArgumentParser) -> None:
         "ranks or one for each",
     )
     add("--memory", type=_size, metavar="SIZE", help="of a device, such as 80GiB")
-    add("--reserve", type=float, default=8.0, metavar="PERCENT", help="left free of it")
+    add(
+        "--reserve",
+        type=float,
+        default=8.0,
+        metavar="PERCENT",
+        help="left free of it (default 8)",
+    )
     add("--costs", metavar="FILE", help="times of works that --measure has written")
     add(
         "--measure",
@@ -71,7 +77,13 @@ def add_plan_options(command: ArgumentParser) -> None:
     add("--replicas", type=_counts, metavar="N,...", help="pipelines to try")
     add("--microbatches", type=_counts, metavar="N,...", help="numbers to try")
     add("--schedules", type=_names, metavar="NAME,...", help=", ".join(SCHEDULES))
-    add("--stages-per-rank", type=_counts, default=(2,), metavar="N,...")
+    add(
+        "--stages-per-rank",
+        type=_counts,
+        default=(2,),
+        metavar="N,...",
+        help="numbers to try for interleaved (default 2)",
+    )
     add(
         "--sharding",
         type=_names,
@@ -82,7 +94,13 @@ def add_plan_options(command: ArgumentParser) -> None:
     add(
         "--mesh", type=_meshes, metavar="DxM,...", help="sizes of data and model to try"
     )
-    add("--remat", type=_names, default=("none", "full"), metavar="NAME,...")
+    add(
+        "--remat",
+        type=_names,
+        default=("none", "full"),
+        metavar="NAME,...",
+        help="what stages may choose to compute again, of none, full (default both)",
+    )
     add("--planner", choices=PLANNERS, default="full", help="search (default full)")
     add(
         "--fix",
