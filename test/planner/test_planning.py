@@ -236,7 +236,8 @@ def test_bad_arguments_are_named(arguments: dict[str, object], text: str) -> Non
         make_plan(uneven_gpt(), rows=8, **arguments)  # type: ignore[arg-type]
 
 
-def test_only_stages_with_gradients_of_inputs_pass_values_from_i_to_w() -> None:
+def test_stages_without_gradients_of_inputs_keep_all_that_is_saved_for_w() -> None:
     plan = make_plan(gpt(4), rows=64, ranks=2, replicas=(1,), schedules=["zb1p"])
-    first, last = (rank.bytes.passed for rank in plan.predicted.ranks)
-    assert first == 0 < last
+    first, last = plan.predicted.stages
+    assert first.passed_bytes == first.saved_bytes
+    assert 0 < last.passed_bytes != last.saved_bytes

@@ -53,8 +53,9 @@ class WorkValue:
         producer: Name of the work that makes it, None for an input of the model.
         users: Names of the works that use it, in program order.
         kept_by: Names of those works, users or the producer, whose backward reads
-            it: a stage with one of them keeps the value, once, from its forward to
-            its backward.
+            it: a stage with one of them keeps the value, once, from F to B or I.
+        passed_by: Names of those whose W reads it: a stage with one of them keeps it
+            from I to W.
     """
 
     name: str
@@ -64,11 +65,16 @@ class WorkValue:
     producer: str | None
     users: tuple[str, ...]
     kept_by: tuple[str, ...] = ()
+    passed_by: tuple[str, ...] = ()
 
     @property
     def size(self) -> Amount:
         """Return its size as an amount."""
         return Amount(bytes_per_row=self.bytes_per_row, bytes=self.bytes)
+
+
+def _nothing() -> Mapping[str, Amount]:
+    return {"none": Amount(), "full": Amount()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,8 +90,11 @@ class Work:
         backward_input: Cost of I.
         backward_weight: Cost of W; B costs as much as I and W.
         saved: How much to compute again, "none" or "full" → what is kept from F to B
-            (or to W). Values between works are not in it: see `WorkValue.kept_by`.
-        passed_bytes_per_row: What is kept from I to W for each row.
+            or I. Values between works are not in it: see `WorkValue.kept_by`.
+        passed: The same → what is kept from I to W: what W reads of what was saved,
+            and of what I has computed. Values between works are not in it, either. I
+            computes again all that other works of a stage are made of, so that "full"
+            counts for its last ones only.
         parameters: What it uses.
     """
 
@@ -97,7 +106,7 @@ class Work:
     backward_input: Cost
     backward_weight: Cost
     saved: Mapping[str, Amount]
-    passed_bytes_per_row: float = 0.0
+    passed: Mapping[str, Amount] = field(default_factory=_nothing)
     parameters: tuple[WorkParameter, ...] = ()
 
 
@@ -236,11 +245,12 @@ def _name_faults(graph: WorkGraph) -> Iterator[str]:
             if count > 1:
                 yield f"expected {what} {name} once, got it {count} times. Keep one."
     for work in graph.works:
-        if missing := {"none", "full"} - set(work.saved):
-            yield (
-                f"work {work.name}: expected what it saves for remat none and full, "
-                f"got nothing for {', '.join(sorted(missing))}. Add it."
-            )
+        for what, amounts in (("saves", work.saved), ("passes", work.passed)):
+            if missing := {"none", "full"} - set(amounts):
+                yield (
+                    f"work {work.name}: expected what it {what} for remat none and "
+                    f"full, got nothing for {', '.join(sorted(missing))}. Add it."
+                )
 
 
 def _value_faults(graph: WorkGraph) -> Iterator[str]:
@@ -248,13 +258,15 @@ def _value_faults(graph: WorkGraph) -> Iterator[str]:
     places = {work.name: place for place, work in enumerate(graph.works)}
     for value in graph.values:
         own = {*value.users, *([] if value.producer is None else [value.producer])}
-        for name in sorted({*own, *value.kept_by} - set(places)):
+        keepers = {"kept_by": value.kept_by, "passed_by": value.passed_by}
+        for name in sorted(own.union(*keepers.values()) - set(places)):
             yield f"value {value.name}: expected known works, got {name}. Add it."
-        for name in sorted(set(value.kept_by) - own):
-            yield (
-                f"value {value.name}: expected kept_by to name its producer or users, "
-                f"got {name}. Remove it."
-            )
+        for what, names in keepers.items():
+            for name in sorted(set(names) - own):
+                yield (
+                    f"value {value.name}: expected {what} to name its producer or "
+                    f"users, got {name}. Remove it."
+                )
         first = places.get(value.producer or "", -1)
         for name in value.users:
             if places.get(name, len(places)) <= first:
