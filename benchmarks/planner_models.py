@@ -67,6 +67,7 @@ class WorkBuilder:
         cost = Cost(
             flops_per_row=flops, bytes_per_row=moved + 2 * saved * size, bytes=weights
         )
+        passed = Amount(bytes_per_row=width * size if parameters else 0.0)
         self._works.append(
             Work(
                 name=name,
@@ -77,7 +78,7 @@ class WorkBuilder:
                 backward_input=cost,
                 backward_weight=cost if parameters else Cost(),
                 saved={"none": Amount(bytes_per_row=saved * size), "full": Amount()},
-                passed_bytes_per_row=float(width * size) if parameters else 0.0,
+                passed=dict.fromkeys(("none", "full"), passed),
                 parameters=parameters,
             )
         )
@@ -98,6 +99,7 @@ class WorkBuilder:
                 producer=producer,
                 users=tuple(users),
                 kept_by=tuple(users),
+                passed_by=tuple(users),
             )
             for name, size, producer, users in self._values
         )

@@ -116,7 +116,8 @@ def line(
     search_s, result = timed(graph, request, devices, setting, repeats, False)
     best = best_of(result)
     order = best.order
-    live = max(sum(held) for _, rows, _ in order.live_rows for held, _ in rows)
+    times = [time for _, rows in order.live_rows for time in rows]
+    live = max(sum(live) + sum(waiting) for live, waiting in times)
     depths = [1] * best.cut.num_stages
     for producer, consumer in reversed(best.costs.edges):
         depths[producer] = max(depths[producer], 1 + depths[consumer])

@@ -249,7 +249,10 @@ def work_graphs(draw: st.DrawFn, max_works: int = 6) -> WorkGraph:
     values = []
     for place, name in enumerate(names):
         users = tuple(user for user in names[place + 1 :] if draw(st.booleans()))
-        kept_by = tuple(user for user in (name, *users) if draw(st.booleans()))
+        kept_by, passed_by = (
+            tuple(user for user in (name, *users) if draw(st.booleans()))
+            for _ in range(2)
+        )
         values.append(
             WorkValue(
                 name=f"v{place}",
@@ -259,6 +262,7 @@ def work_graphs(draw: st.DrawFn, max_works: int = 6) -> WorkGraph:
                 producer=draw(st.sampled_from([name, name, None])),
                 users=users,
                 kept_by=tuple(user for user in kept_by if user != name),
+                passed_by=tuple(user for user in passed_by if user != name),
             )
         )
     return WorkGraph(
@@ -289,7 +293,7 @@ def _works(draw: st.DrawFn, name: str) -> Work:
         backward_input=draw(costs),
         backward_weight=draw(costs),
         saved={"none": draw(amounts), "full": draw(amounts)},
-        passed_bytes_per_row=draw(numbers),
+        passed={"none": draw(amounts), "full": draw(amounts)},
         parameters=tuple(parameters),
     )
 

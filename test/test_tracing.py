@@ -103,6 +103,36 @@ def test_the_digest_is_of_the_model_and_not_of_its_works() -> None:
     assert few.digest == many.digest
 
 
+def held_by(work: WorkGraph, part: Sequence[Work]) -> list[float]:
+    """Return what a part keeps from F to B, and to W with forwards run again or not."""
+    names = {one.name for one in part}
+    found = [0.0, 0.0, 0.0]
+    for one in part:
+        values = (v for v in work.values if v.producer == one.name)
+        is_last = not any(names & set(value.users) for value in values)
+        amounts = [one.saved["none"], one.passed["none"]]
+        amounts.append(one.passed["full" if is_last else "none"])
+        found = [x + amount.of(ROWS) for x, amount in zip(found, amounts, strict=True)]
+    for value in work.values:
+        size = value.size.of(ROWS)
+        found[0] += size if names & set(value.kept_by) else 0
+        found[1] += size if names & set(value.passed_by) else 0
+        found[2] += size if names & set(value.passed_by) else 0
+    return found
+
+
+def test_the_works_of_an_mlp_keep_together_what_one_that_is_all_of_it_keeps() -> None:
+    few, many = (
+        trace_work(GPT(), batch_of("gpt"), max_stages=count) for count in (4, 16)
+    )
+    found = [one for one in few.works if any("gelu" in op for op in one.ops)]
+    assert len(found) == 3
+    for whole in found:
+        parts = [one for one in many.works if set(one.ops) <= set(whole.ops)]
+        assert len(parts) > 1
+        assert held_by(many, parts) == held_by(few, [whole])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_works_add_up_to_the_stages_of_any_split(name: str) -> None:
     model, args = model_of(name), batch_of(name)

@@ -68,10 +68,12 @@ def test_what_ranks_do_at_the_end_counts_for_each_rank() -> None:
 def test_what_is_passed_from_i_to_w_counts_as_memory() -> None:
     schedule = zb1p(2, 4)
     costs = Costs.uniform(2, saved_bytes=10)
-    with_passed = replace(costs, passed_bytes={0: 3, 1: 3})
+    with_passed = replace(costs, passed_bytes={0: 13, 1: 13})
     assert simulate(schedule, costs).peak_bytes == (20, 20)
     # Rank 1 puts off its W by one microbatch, so that two have run I but no W.
     assert simulate(schedule, with_passed).peak_bytes == (23, 26)
+    with_less = replace(costs, passed_bytes={0: 4, 1: 4})
+    assert simulate(schedule, with_less).peak_bytes == (20, 14)
 
 
 def test_a_schedule_that_stands_still_is_refused() -> None:

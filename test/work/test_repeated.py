@@ -24,7 +24,8 @@ def shape_of(graph: WorkGraph) -> object:
             None if value.producer is None else index[value.producer],
             tuple(index[user] for user in value.users),
             tuple(index[keeper] for keeper in value.kept_by),
-            replace(value, name="", producer=None, users=(), kept_by=()),
+            tuple(index[passer] for passer in value.passed_by),
+            replace(value, name="", producer=None, users=(), kept_by=(), passed_by=()),
         )
 
     values = sorted(map(repr, map(value_of, graph.values)))

@@ -5,7 +5,7 @@ that: nothing is computed, and no memory is taken.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,10 +39,13 @@ class AtomCosts:
         forward_moved: Bytes that F moves; its FLOPs are known of the model.
         backward_input: Cost of I.
         backward_weight: Cost of W.
-        saved: Policy → what is kept from F to B, without inputs and outputs.
-        passed_bytes_per_row: What is kept from I to W.
+        saved: Policy → what is kept from F to B or I, without inputs and outputs.
+        passed: Policy → what is kept from I to W, without outputs and without the
+            inputs in `passed_inputs`.
         kept_inputs: Which inputs the backward reads.
         kept_outputs: Which outputs it reads.
+        passed_inputs: Which inputs W reads if nothing is computed again.
+        passed_outputs: Which outputs it reads then.
         outputs_need_grad: Which outputs have a gradient.
     """
 
@@ -50,9 +53,11 @@ class AtomCosts:
     backward_input: Cost
     backward_weight: Cost
     saved: Mapping[str, Amount]
-    passed_bytes_per_row: float
+    passed: Mapping[str, Amount]
     kept_inputs: frozenset[int]
     kept_outputs: frozenset[int]
+    passed_inputs: frozenset[int]
+    passed_outputs: frozenset[int]
     outputs_need_grad: tuple[bool, ...]
 
 
@@ -167,21 +172,21 @@ class _Sizes:
         cuts = {policy: partition_joint(self._joint, policy) for policy in _POLICIES}
         cut = cuts["none"]
         read = self._saved(cut)
-        passed = self._passed(cut, read)
+        passed = {policy: self._passed(x) for policy, x in cuts.items()}
+        read_late = self._inputs_in(passed["none"])
         return AtomCosts(
             forward_moved=self._moved(cut.forward),
             backward_input=self.cost(cut.backward_input),
             backward_weight=self.cost(cut.backward_weight),
             saved={policy: self._kept(self._saved(x)) for policy, x in cuts.items()},
-            passed_bytes_per_row=sum(map(self._bytes, passed)) / max(self._rows, 1),
-            kept_inputs=frozenset(
-                index_of_input(role)
-                for node in read
-                if is_input(role := self._joint.roles.get(node, ""))
-            ),
-            kept_outputs=frozenset(
-                self._outputs[node] for node in read if node in self._outputs
-            ),
+            passed={
+                policy: self._kept(nodes) + self._of_inputs(nodes, read_late)
+                for policy, nodes in passed.items()
+            },
+            kept_inputs=self._inputs_in(read),
+            kept_outputs=self._outputs_in(read),
+            passed_inputs=read_late,
+            passed_outputs=self._outputs_in(passed["none"]),
             outputs_need_grad=tuple(self._joint.outputs_need_grad),
         )
 
@@ -194,28 +199,45 @@ class _Sizes:
             self._nodes[name] for name in names if name in computed or is_input(name)
         }
 
-    def _kept(self, saved: Iterable[fx.Node]) -> Amount:
-        """Return the bytes of what is saved inside of the atom."""
+    def _inputs_in(self, nodes: Iterable[fx.Node]) -> frozenset[int]:
+        roles = (self._joint.roles.get(node, "") for node in nodes)
+        return frozenset(index_of_input(role) for role in roles if is_input(role))
+
+    def _outputs_in(self, nodes: Iterable[fx.Node]) -> frozenset[int]:
+        return frozenset(self._outputs[node] for node in nodes if node in self._outputs)
+
+    def _kept(self, nodes: Iterable[fx.Node]) -> Amount:
+        """Return the bytes of what is kept inside of the atom."""
         total = Amount()
-        for node in saved:
-            if node not in self._outputs and node not in self._joint.roles:
+        for node in nodes:
+            role = self._joint.roles.get(node)
+            if node not in self._outputs and (role is None or is_tangent(role)):
                 total += self._amount(node)
         return total
 
-    def _passed(self, cut: StageFunctions, saved: set[fx.Node]) -> list[fx.Node]:
-        """Return what W reads that is there once I has run, and not before.
+    def _of_inputs(self, nodes: Iterable[fx.Node], known: Container[int]) -> Amount:
+        """Return the bytes of inputs among these, but of those that are known."""
+        total = Amount()
+        for node in nodes:
+            role = self._joint.roles.get(node, "")
+            if is_input(role) and index_of_input(role) not in known:
+                total += self._amount(node)
+        return total
+
+    def _passed(self, cut: StageFunctions) -> set[fx.Node]:
+        """Return what W reads of microbatches.
 
         Gradients of outputs are among it: the stage computes or receives them.
         """
-        if cut.backward_input is None or cut.backward_weight is None:
-            return []
+        if cut.backward_weight is None:
+            return set()
         names = [name for name in cut.backward_weight.inputs if name in self._nodes]
-        nodes = [self._nodes[name] for name in names]
-        return [
+        nodes = {self._nodes[name]: name for name in names}
+        return {
             node
-            for node, name in zip(nodes, names, strict=True)
-            if node not in saved and (is_tangent(name) or node not in self._joint.roles)
-        ]
+            for node, name in nodes.items()
+            if node not in self._joint.roles or is_input(name) or is_tangent(name)
+        }
 
     def cost(self, function: Function | None) -> Cost:
         """Return what a function computes and moves."""

@@ -8,7 +8,7 @@ import hashlib
 import os.path
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -97,6 +97,7 @@ class _Described:
         self._home = {op: atom for atom in atoms for op in atom.ops}
         self._needs_grad: dict[fx.Node, bool] = {}
         self._kept_by: dict[fx.Node, list[Atom]] = {}
+        self._passed_by: dict[fx.Node, list[Atom]] = {}
         self._costs: dict[str, AtomCosts] = {}
         (output,) = traced.graph.find_nodes(op="output")
         self._returned = list(dict.fromkeys(output.all_input_nodes))
@@ -138,7 +139,7 @@ class _Described:
             backward_input=costs.backward_input,
             backward_weight=costs.backward_weight,
             saved=costs.saved,
-            passed_bytes_per_row=costs.passed_bytes_per_row,
+            passed=costs.passed,
             parameters=tuple(self._parameters(atom)),
         )
 
@@ -164,6 +165,10 @@ class _Described:
         kept += [outputs[i] for i in costs.kept_outputs]
         for node in kept:
             self._kept_by.setdefault(node, []).append(atom)
+        passed = [inputs[i] for i in costs.passed_inputs]
+        passed += [outputs[i] for i in costs.passed_outputs]
+        for node in passed:
+            self._passed_by.setdefault(node, []).append(atom)
 
     def _used(self, atom: Atom) -> list[fx.Node]:
         """Return the values that an atom takes from others and from outside."""
@@ -194,16 +199,21 @@ class _Described:
         count = bytes_of_value(value)
         home = self._home.get(node)
         is_per_row = node in self._of_batch and has_rows(value, self._rows)
-        kept = self._kept_by.get(node, [])
+        kept, passed = self._kept_by.get(node, []), self._passed_by.get(node, [])
         return WorkValue(
             name=node.name,
             bytes_per_row=count / self._rows if is_per_row else 0.0,
             bytes=0 if is_per_row else count,
             has_gradient=self._needs_grad.get(node, False),
             producer=None if home is None else home.ops[-1].name,
-            users=tuple(atom.ops[-1].name for atom in self._users(node)),
-            kept_by=tuple(atom.ops[-1].name for atom in self._atoms if atom in kept),
+            users=self._names(self._users(node)),
+            kept_by=self._names(kept),
+            passed_by=self._names(passed),
         )
+
+    def _names(self, atoms: Collection[Atom]) -> tuple[str, ...]:
+        """Return the names of atoms, in order."""
+        return tuple(atom.ops[-1].name for atom in self._atoms if atom in atoms)
 
     def _held(self, atom: Atom) -> dict[str, Tensor]:
         """Return the parameters of an atom, by their first names in the model."""

@@ -177,10 +177,11 @@ def _rank_need(
     state, largest = 0.0, 0.0
     saved = dict.fromkeys(own, 0.0)
     passed = dict.fromkeys(own, 0.0)
-    outputs = 0.0
+    outputs = dict.fromkeys(own, 0.0)
     for stage in own:
         names = {work.name for work in graph.works if homes[work.name] == stage}
         remat = plan.stages[stage].remat
+        in_input = _in_input_backward(graph, names)
         seen: set[str] = set()
         for work in graph.works:
             if work.name not in names:
@@ -196,7 +197,15 @@ def _rank_need(
                     state += kept * (2 + plan.costs.optimizer_bytes)
                 seen |= {parameter.tied} if parameter.tied is not None else set()
             saved[stage] += work.saved[remat].of(rows) * share
-            passed[stage] += work.passed_bytes_per_row * rows * share
+            is_late = work.name not in in_input
+            is_last = not any(
+                value.producer == work.name and names & set(value.users)
+                for value in graph.values
+            )
+            late = work.passed[remat if is_last else "none"]
+            if is_late:
+                late = work.saved[remat]
+            passed[stage] += late.of(rows) * share
             held = work.saved["none"].of(rows) * share + touched[work.name]
             largest = max(largest, held + (whole if is_fsdp else 0.0))
         entering = [
@@ -205,28 +214,33 @@ def _rank_need(
             if value.producer not in names and names & set(value.users)
         ]
         entered = {value.name for value in entering}
-        if not any(value.has_gradient for value in entering):
-            # W is the whole backward.
-            passed[stage] = 0.0
         for value in graph.values:
             enters = value.name in entered
             is_kept = enters if remat == "full" else names & set(value.kept_by)
             if is_kept:
                 saved[stage] += value.size.of(rows)
+            readers = names & (
+                {*value.passed_by} & in_input | {*value.kept_by} - in_input
+            )
+            if readers:
+                passed[stage] += value.size.of(rows)
             if value.name in graph.outputs and value.producer in names:
-                outputs += value.size.of(rows) * _most_live(plan, number, stage)
-    kept = _most_kept(plan, number, saved, passed)
-    return state + kept + outputs + largest
+                outputs[stage] += value.size.of(rows)
+        if not any(value.has_gradient for value in entering):
+            # W is the whole backward.
+            passed[stage] = saved[stage]
+        saved[stage] += outputs[stage]
+    return state + _most_kept(plan, number, saved, passed) + largest
 
 
-def _most_live(plan: PipelinePlan, number: int, stage: int) -> int:
-    """Walk a rank's actions, and count the microbatches between F and B or W."""
-    live = most = 0
-    for action in plan.table().actions[number]:
-        if action.stage == stage and action.kind != "I":
-            live += 1 if action.kind == "F" else -1
-            most = max(most, live)
-    return most
+def _in_input_backward(graph: WorkGraph, names: set[str]) -> set[str]:
+    """Return the works of a stage from which a gradient goes to an earlier one."""
+    found: set[str] = set()
+    for work in graph.works:
+        used = [v for v in graph.values if v.has_gradient and work.name in v.users]
+        if any(v.producer not in names or v.producer in found for v in used):
+            found.add(work.name)
+    return found & names
 
 
 def _most_kept(
@@ -237,11 +251,11 @@ def _most_kept(
     for action in plan.table().actions[number]:
         if action.kind == "F":
             kept += saved[action.stage]
-        elif action.kind == "I":
-            kept += passed[action.stage]
+        elif action.kind == "W":
+            kept -= passed[action.stage]
         else:
             kept -= saved[action.stage]
-            kept -= passed[action.stage] if action.kind == "W" else 0.0
+            kept += passed[action.stage] if action.kind == "I" else 0.0
         most = max(most, kept)
     return most
 

@@ -96,8 +96,8 @@ class RankBytes:
         parameters: Parameters.
         gradients: Their gradients, which add up over a step.
         optimizer: The optimizer's state.
-        saved: What is kept from F to B or W.
-        passed: What is kept from I to W.
+        saved: What is kept from F to B or I.
+        passed: What is kept from I to W, of what was saved, too.
         outputs: The model's outputs, or their gradients, from F to B. Outputs that a
             caller keeps to the end of a step are not counted.
         temporary: A guess of what the largest program takes besides.
@@ -383,29 +383,68 @@ class _Held:
     def of(cls, evaluator: Evaluator, cut: Cut, works: WorkCosts) -> "_Held":
         parameters = _sums(cut, works.parameter_bytes)
         _count_ties_once(works, cut.stages, parameters)
-        saved, outputs = _value_bytes(works, cut)
+        values, outputs = _value_bytes(works, cut)
         is_full = np.array([remat == "full" for remat in cut.remat])
         own = {remat: _sums(cut, held) for remat, held in works.saved.items()}
+        saved = values + np.where(is_full, own["full"], own["none"])
         largest = np.zeros(cut.num_stages)
         np.maximum.at(largest, np.array(cut.stages), works.running_bytes)
         return cls(
             parameters=parameters,
             gradients=parameters,
             optimizer=parameters * evaluator.optimizer_bytes,
-            saved=saved + np.where(is_full, own["full"], own["none"]),
-            passed=_sums(cut, works.passed) * _have_input_grads(works.table, cut),
+            saved=saved,
+            passed=_passed_bytes(works, cut, saved),
             outputs=outputs,
             temporary=largest,
         )
 
 
-def _have_input_grads(table: WorkTable, cut: Cut) -> Array:
-    """Return 1 for stages with an I, 0 where W is the whole backward."""
+def _passed_bytes(works: WorkCosts, cut: Cut, saved: Array) -> Array:
+    """Return what stages keep from I to W: all that is saved where there is no I.
+
+    A work from which no gradient goes to another stage has no part in I.
+    """
+    table, count, stages = works.table, cut.num_stages, np.array(cut.stages)
+    have_inputs = _have_input_grads(table, cut)
+    own, keys = works.passed["none"], table.passing
+    if "full" in cut.remat:
+        again = np.array([cut.remat[stage] == "full" for stage in cut.stages])
+        homes, entered = _homes_and_users(table, cut.stages)
+        inside = table.uses[entered == homes[table.uses[:, 0]], 0]
+        again[np.array(table.producers)[inside]] = False
+        own = np.where(again, works.passed["full"], own)
+    if any(have_inputs[cut.stages[place]] for place in table.sources):
+        is_late = ~_in_input_backward(table, cut)
+        again = np.array([cut.remat[stage] == "full" for stage in cut.stages])
+        held = np.where(again, works.saved["full"], works.saved["none"])
+        own = np.where(is_late, held, own)
+        late = table.keeping[is_late[table.keeping[:, 1]]]
+        keys = np.concatenate((keys[~is_late[keys[:, 1]]], late))
+    pairs = np.unique(keys[:, 0] * count + stages[keys[:, 1]])
+    found = _binned(stages, own, count)
+    found += _binned(pairs % count, works.value_bytes[pairs // count], count)
+    return np.where(have_inputs, found, saved)
+
+
+def _have_input_grads(table: WorkTable, cut: Cut) -> NDArray[np.bool_]:
+    """Tell for each stage if it has an I, and W is not the whole backward."""
     homes, entered = _homes_and_users(table, cut.stages)
     values = table.uses[:, 0]
-    found = np.zeros(cut.num_stages)
-    found[entered[table.have_gradients[values] & (entered != homes[values])]] = 1.0
+    found = np.zeros(cut.num_stages, dtype=bool)
+    found[entered[table.have_gradients[values] & (entered != homes[values])]] = True
     return found
+
+
+def _in_input_backward(table: WorkTable, cut: Cut) -> NDArray[np.bool_]:
+    """Tell for each work if a gradient goes from it to an earlier stage."""
+    found = [False] * table.num_works
+    for value, user in sorted(table.uses.tolist(), key=lambda use: use[1]):
+        producer = table.producers[value]
+        if producer >= 0 and table.have_gradients[value]:
+            is_own = cut.stages[producer] == cut.stages[user]
+            found[user] |= found[producer] or not is_own
+    return np.array(found)
 
 
 def _sums(cut: Cut, per_work: Array) -> Array:
@@ -458,18 +497,18 @@ def _rank_bytes(held: _Held, order: PlannedOrder) -> list[RankBytes]:
     saving, passing = held.saved.tolist(), held.passed.tolist()
     keeping = held.outputs.tolist()
     found = []
-    for stages, rows, most_live in order.live_rows:
-        saved, passed = max(
+    for stages, rows in order.live_rows:
+        saved, passed, kept = max(
             (
                 (
                     sum(n * saving[s] for n, s in zip(live, stages, strict=True)),
                     sum(n * passing[s] for n, s in zip(waiting, stages, strict=True)),
+                    sum(n * keeping[s] for n, s in zip(live, stages, strict=True)),
                 )
                 for live, waiting in rows
             ),
             key=sum,
         )
-        kept = sum(n * keeping[s] for n, s in zip(most_live, stages, strict=True))
         found.append(
             RankBytes(
                 parameters=round(sum(parameters[s] for s in stages)),

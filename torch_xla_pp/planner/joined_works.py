@@ -177,11 +177,13 @@ def joined_graph(graph: WorkGraph, groups: _Groups) -> WorkGraph:
     home = {w.name: names[g] for w, g in zip(graph.works, groups, strict=True)}
     order = {name: place for place, name in enumerate(names)}
     kept: dict[str, Amount] = dict.fromkeys(names, Amount())
+    passed: dict[str, Amount] = dict.fromkeys(names, Amount())
     values = []
     for value in graph.values:
         producer = None if value.producer is None else home[value.producer]
         users = {home[user] for user in value.users} - {producer}
         keepers = {home[keeper] for keeper in value.kept_by}
+        passers = {home[passer] for passer in value.passed_by}
         if users or value.name in graph.outputs or producer is None:
             values.append(
                 replace(
@@ -189,12 +191,17 @@ def joined_graph(graph: WorkGraph, groups: _Groups) -> WorkGraph:
                     producer=producer,
                     users=tuple(sorted(users, key=order.__getitem__)),
                     kept_by=tuple(sorted(keepers, key=order.__getitem__)),
+                    passed_by=tuple(sorted(passers, key=order.__getitem__)),
                 )
             )
-        elif keepers:
+            continue
+        if keepers:
             kept[producer] += value.size
+        if passers:
+            passed[producer] += value.size
     works = tuple(
-        _joined_work(own, kept[name]) for own, name in zip(members, names, strict=True)
+        _joined_work(own, kept[name], passed[name])
+        for own, name in zip(members, names, strict=True)
     )
     return WorkGraph(
         works=works,
@@ -206,16 +213,25 @@ def joined_graph(graph: WorkGraph, groups: _Groups) -> WorkGraph:
     )
 
 
-def _joined_work(members: Sequence[Work], kept: Amount) -> Work:
-    """Return one work for several; a value within them is kept as its own is."""
+def _joined_work(members: Sequence[Work], kept: Amount, passed: Amount) -> Work:
+    """Return one work for several; a value within them is kept as its own is.
+
+    Args:
+        members: The works.
+        kept: Values between them that a backward reads.
+        passed: Those that W reads.
+    """
     last = members[-1]
     parameters: dict[str, WorkParameter] = {}
     for parameter in (p for work in members for p in work.parameters):
         parameters.setdefault(parameter.tied or parameter.name, parameter)
-    saved = {
-        remat: reduce(Amount.__add__, (work.saved[remat] for work in members))
-        for remat in ("none", "full")
-    }
+    saved, late = (
+        {
+            remat: reduce(Amount.__add__, (amounts[remat] for amounts in held))
+            for remat in ("none", "full")
+        }
+        for held in ([w.saved for w in members], [w.passed for w in members])
+    )
     return replace(
         last,
         ops=tuple(op for work in members for op in work.ops),
@@ -224,6 +240,6 @@ def _joined_work(members: Sequence[Work], kept: Amount) -> Work:
         backward_input=reduce(Cost.__add__, (w.backward_input for w in members)),
         backward_weight=reduce(Cost.__add__, (w.backward_weight for w in members)),
         saved=saved | {"none": saved["none"] + kept},
-        passed_bytes_per_row=sum(work.passed_bytes_per_row for work in members),
+        passed=late | {"none": late["none"] + passed},
         parameters=tuple(parameters.values()),
     )

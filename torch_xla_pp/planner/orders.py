@@ -105,9 +105,9 @@ class PlannedOrder(StepOrder):
 
     @cached_property
     def live_rows(self) -> tuple["LiveRow", ...]:
-        """For each rank its stages, what is live at some time, and the most of each.
+        """For each rank its stages, and what is live at some time in each of them.
 
-        A time has for each stage the microbatches from F to B or W, and for each those
+        A time has for each stage the microbatches from F to B or I, and for each those
         from I to W. Times that another one exceeds are left out where there is one
         stage.
         """
@@ -115,7 +115,7 @@ class PlannedOrder(StepOrder):
 
 
 _Counts = tuple[int, ...]
-LiveRow = tuple[_Counts, tuple[tuple[_Counts, _Counts], ...], _Counts]
+LiveRow = tuple[_Counts, tuple[tuple[_Counts, _Counts], ...]]
 
 
 @lru_cache(maxsize=256)
@@ -235,21 +235,19 @@ def _live_row(row: tuple[Action, ...]) -> LiveRow:
     grew = False
     for action in row:
         kind, place = action.kind, places[action.stage]
-        if kind == "F" or kind == "I":
-            (live if kind == "F" else passed)[place] += 1
-            grew = True
-            continue
-        if grew:
+        if grew and kind != "F":
             # Only what something is taken off from may be the most.
             found.add((tuple(live), tuple(passed)))
-            grew = False
-        live[place] -= 1
-        passed[place] -= kind == "W"
+        grew = kind in "FI"
+        if kind == "W":
+            passed[place] -= 1
+        else:
+            live[place] += 1 if kind == "F" else -1
+            passed[place] += kind == "I"
     if len(stages) == 1:
         found = {
             a
             for a in found
             if not any(b != a and b[0] >= a[0] and b[1] >= a[1] for b in found)
         }
-    most = tuple(max(column) for column in zip(*(a for a, _ in found), strict=True))
-    return stages, tuple(sorted(found)), most
+    return stages, tuple(sorted(found))

@@ -124,8 +124,8 @@ class PredictedStage:
         input_s: Seconds of I.
         weight_s: Seconds of W; B takes as long as I and W.
         final_s: Seconds after the last action.
-        saved_bytes: What a device keeps from F to B or W.
-        passed_bytes: What it keeps besides from I to W.
+        saved_bytes: What a device keeps from F to B or I.
+        passed_bytes: What it keeps from I to W, of what was saved, too.
     """
 
     forward_s: float

@@ -96,10 +96,9 @@ class WorkTable:
             for remat in ("none", "full")
         }
 
-    @cached_property
-    def passed_per_row(self) -> Array:
-        """Bytes that each work keeps from I to W for each row."""
-        return np.array([work.passed_bytes_per_row for work in self.graph.works])
+    def passed(self, remat: str, rows: float) -> Array:
+        """Return what each work keeps from I to W."""
+        return np.array([w.passed[remat].of(rows) for w in self.graph.works])
 
     @cached_property
     def parameter_bytes(self) -> Array:
@@ -153,6 +152,18 @@ class WorkTable:
     def keeping(self) -> NDArray[np.int_]:
         """Number of a value and place of a work that keeps it: (keepers, 2)."""
         return _pairs(self.keepers)
+
+    @cached_property
+    def passing(self) -> NDArray[np.int_]:
+        """Number of a value and place of a work whose W reads it: (works, 2)."""
+        index = self.graph.index
+        return _pairs([[index[w] for w in v.passed_by] for v in self.graph.values])
+
+    @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """Places of the works that use no value with a gradient."""
+        users = set(self.uses[self.have_gradients[self.uses[:, 0]], 1].tolist())
+        return tuple(place for place in range(self.num_works) if place not in users)
 
     @cached_property
     def have_gradients(self) -> NDArray[np.bool_]:
@@ -258,9 +269,10 @@ class WorkCosts:
         return found + self.gathered_bytes if self.strategy.has_fsdp else found
 
     @cached_property
-    def passed(self) -> Array:
-        """Bytes that each work keeps from I to W."""
-        return self.table.passed_per_row * self.device_rows * self.share
+    def passed(self) -> Mapping[str, Array]:
+        """Remat → bytes that each work keeps from I to W."""
+        rows, share = self.device_rows, self.share
+        return {r: self.table.passed(r, rows) * share for r in ("none", "full")}
 
     @cached_property
     def message_bytes(self) -> Array:

@@ -45,9 +45,10 @@ class Costs:
     Args:
         seconds: Stage and kind of action → what it takes, without waiting.
         flows: What stages make for each other.
-        saved_bytes: Stage → bytes kept from its forward to its backward; empty if
-            that is unknown.
-        passed_bytes: Stage → bytes kept from its I to its W besides.
+        saved_bytes: Stage → bytes kept from its F to its B or I; empty if that is
+            unknown.
+        passed_bytes: Stage → bytes kept from its I to its W; as many where nothing is
+            said.
         final_s: Stage → what it takes after the last action of a step: sums of
             gradients, and the optimizer. It is no part of a `Timeline`.
         samples: Times that were measured of what `seconds` has the means of, from

@@ -187,7 +187,8 @@ def peak_saved(
     Args:
         spans: What the rank ran, in order.
         sizes: Stage → what a microbatch counts there; None for one everywhere.
-        passed: Stage → what it counts besides from its I to its W.
+        passed: Stage → what it counts in place of that from its I to its W; the same
+            where nothing is said.
     """
     freed = {(s.stage, s.microbatch) for s in spans if s.kind in "BW"}
     kept = peak = 0
@@ -195,8 +196,8 @@ def peak_saved(
         if (span.stage, span.microbatch) not in freed:
             continue
         size = 1 if sizes is None else sizes.get(span.stage, 0)
-        more = 0 if passed is None else passed.get(span.stage, 0)
-        change = {"F": size, "I": more, "B": -size, "W": -size - more}
+        late = size if passed is None else passed.get(span.stage, size)
+        change = {"F": size, "I": late - size, "B": -size, "W": -late}
         kept += change[span.kind]
         peak = max(peak, kept)
     return peak

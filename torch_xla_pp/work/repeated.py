@@ -150,6 +150,7 @@ class _Repeats:
                 value,
                 users=tuple(sorted(value.users, key=order.__getitem__)),
                 kept_by=tuple(sorted(value.kept_by, key=order.__getitem__)),
+                passed_by=tuple(sorted(value.passed_by, key=order.__getitem__)),
             )
             for value in longer
         ]
@@ -167,11 +168,13 @@ class _Repeats:
             return [value]
         shared = [n for n in value.users if n in self._inside]
         kept = [n for n in value.kept_by if n in self._inside]
+        passed = [n for n in value.passed_by if n in self._inside]
         return [
             replace(
                 value,
                 users=(*value.users, *self._named(shared)),
                 kept_by=(*value.kept_by, *self._named(kept)),
+                passed_by=(*value.passed_by, *self._named(passed)),
             )
         ]
 
@@ -183,14 +186,17 @@ class _Repeats:
         twin = self._twins[value.name]
         found = []
         for number in self._copies:
+            users, kept, passed = (
+                tuple(_copy(n, number) for n in names if n in self._inside)
+                for names in (twin.users, twin.kept_by, twin.passed_by)
+            )
             inside = replace(
                 twin,
                 name=_copy(twin.name, number),
                 producer=_copy(twin.producer or "", number),
-                users=tuple(_copy(n, number) for n in twin.users if n in self._inside),
-                kept_by=tuple(
-                    _copy(n, number) for n in twin.kept_by if n in self._inside
-                ),
+                users=users,
+                kept_by=kept,
+                passed_by=passed,
             )
             found.append(self._passed_on(inside, value, number))
         return found
@@ -203,15 +209,15 @@ class _Repeats:
             own = [name for name in names if name in self._inside]
             return own if last else [_copy(name, number + 1) for name in own]
 
-        if number == 0:
-            users = [n for n in value.users if n in self._within]
-            kept = [n for n in value.kept_by if n in self._within]
-        else:
-            users, kept = [*value.users], [*value.kept_by]
+        users, kept, passed = (
+            [n for n in names if number or n in self._within]
+            for names in (value.users, value.kept_by, value.passed_by)
+        )
         return replace(
             value,
             users=(*users, *after(like.users)),
             kept_by=(*kept, *after(like.kept_by)),
+            passed_by=(*passed, *after(like.passed_by)),
         )
 
     def _work(self, work: Work, number: int) -> Work:

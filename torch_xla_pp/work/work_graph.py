@@ -204,11 +204,12 @@ def _name_faults(graph: WorkGraph) -> Iterator[str]:
             if count > 1:
                 yield f"expected {what} {name} once, got it {count} times. Keep one."
     for work in graph.works:
-        if missing := {"none", "full"} - set(work.saved):
-            yield (
-                f"work {work.name}: expected what it saves for remat none and full, "
-                f"got nothing for {', '.join(sorted(missing))}. Add it."
-            )
+        for what, amounts in (("saves", work.saved), ("passes", work.passed)):
+            if missing := {"none", "full"} - set(amounts):
+                yield (
+                    f"work {work.name}: expected what it {what} for remat none and "
+                    f"full, got nothing for {', '.join(sorted(missing))}. Add it."
+                )
 
 
 def _value_faults(graph: WorkGraph) -> Iterator[str]:
@@ -216,13 +217,15 @@ def _value_faults(graph: WorkGraph) -> Iterator[str]:
     places = {work.name: place for place, work in enumerate(graph.works)}
     for value in graph.values:
         own = {*value.users, *([] if value.producer is None else [value.producer])}
-        for name in sorted({*own, *value.kept_by} - set(places)):
+        keepers = {"kept_by": value.kept_by, "passed_by": value.passed_by}
+        for name in sorted(own.union(*keepers.values()) - set(places)):
             yield f"value {value.name}: expected known works, got {name}. Add it."
-        for name in sorted(set(value.kept_by) - own):
-            yield (
-                f"value {value.name}: expected kept_by to name its producer or users, "
-                f"got {name}. Remove it."
-            )
+        for what, names in keepers.items():
+            for name in sorted(set(names) - own):
+                yield (
+                    f"value {value.name}: expected {what} to name its producer or "
+                    f"users, got {name}. Remove it."
+                )
         first = places.get(value.producer or "", -1)
         for name in value.users:
             if places.get(name, len(places)) <= first:

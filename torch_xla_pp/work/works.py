@@ -1,7 +1,7 @@
 """The parts of a work graph: works, their parameters, and values between them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch_xla_pp.work.amount import Amount, Cost
 
@@ -38,8 +38,9 @@ class WorkValue:
         producer: Name of the work that makes it, None for an input of the model.
         users: Names of the works that use it, in program order.
         kept_by: Names of those works, users or the producer, whose backward reads
-            it: a stage with one of them keeps the value, once, from its forward to
-            its backward.
+            it: a stage with one of them keeps the value, once, from F to B or I.
+        passed_by: Names of those whose W reads it: a stage with one of them keeps it
+            from I to W.
     """
 
     name: str
@@ -49,11 +50,16 @@ class WorkValue:
     producer: str | None
     users: tuple[str, ...]
     kept_by: tuple[str, ...] = ()
+    passed_by: tuple[str, ...] = ()
 
     @property
     def size(self) -> Amount:
         """Return its size as an amount."""
         return Amount(bytes_per_row=self.bytes_per_row, bytes=self.bytes)
+
+
+def _nothing() -> Mapping[str, Amount]:
+    return {"none": Amount(), "full": Amount()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +75,11 @@ class Work:
         backward_input: Cost of I.
         backward_weight: Cost of W; B costs as much as I and W.
         saved: How much to compute again, "none" or "full" → what is kept from F to B
-            (or to W). Values between works are not in it: see `WorkValue.kept_by`.
-        passed_bytes_per_row: What is kept from I to W for each row.
+            or I. Values between works are not in it: see `WorkValue.kept_by`.
+        passed: The same → what is kept from I to W: what W reads of what was saved,
+            and of what I has computed. Values between works are not in it, either. I
+            computes again all that other works of a stage are made of, so that "full"
+            counts for its last ones only.
         parameters: What it uses.
     """
 
@@ -82,5 +91,5 @@ class Work:
     backward_input: Cost
     backward_weight: Cost
     saved: Mapping[str, Amount]
-    passed_bytes_per_row: float = 0.0
+    passed: Mapping[str, Amount] = field(default_factory=_nothing)
     parameters: tuple[WorkParameter, ...] = ()
