@@ -41,9 +41,7 @@ class GatheredWeights:
 
     def values(self, fixed: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the stage's values with the copies in place; makes them if needed."""
-        if self.program is None:
-            return fixed
-        if not self._values:
+        if self.program is not None and not self._values:
             made = self.program(fixed)
             self._values = {role: made[copied(role)] for role in self._roles}
             self.num_bytes = total_bytes(self._values, self._sizes)

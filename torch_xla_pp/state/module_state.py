@@ -131,7 +131,8 @@ class ModuleState:
 
     def values(self) -> Mapping[str, Tensor]:
         """Return all values by role, as programs use them."""
-        return self.gathered.values(self.fixed)
+        has_copies = self.gathered.program is not None
+        return self.gathered.values(self.fixed) if has_copies else self.fixed
 
     def begin_step(self) -> None:
         """Bring all values onto the device, and keep buffers for `roll_back`.
