@@ -8,11 +8,12 @@ STAMP := $(VENV)/.installed
 CSRC := $(wildcard csrc/*.cc csrc/*.h csrc/test/*.cc)
 MATCHING := $(addprefix csrc/,engine.cc executor.cc inbox.cc message.cc pool.cc)
 
-.PHONY: help demo test stress faults ops lint types docs pages wheel format sanitize clean
+.PHONY: help demo test test-tpu stress faults ops lint types docs pages wheel format sanitize clean
 
 help:
 	@echo "make demo    train a GPT on two ranks of two devices (ARGS='--schedule ZBVZeroBubble')"
 	@echo "make test    run the tests (ARGS='-m pure' for the fast ones)"
+	@echo "make test-tpu  compile for TPUs, which need not be there (ARGS='-k fit'; LIBTPU=0.0.52)"
 	@echo "make ops     compare all of torch's operators, write docs/operators.md"
 	@echo "make lint    check format and style      make types   check types"
 	@echo "make docs    build build/docs/index.html    make pages   write what their code prints"
@@ -28,6 +29,21 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+# The compiler alone, outside of the environment: its licence is its own.
+LIBTPU ?= 0.0.21
+TPU_FOLDER := build/libtpu-$(LIBTPU)
+# It writes the kernel of attention; the version that torch_xla 2.9 asks for.
+JAX_FOLDER := build/jax-0.7.1
+
+test-tpu: $(STAMP) $(TPU_FOLDER)/libtpu/libtpu.so $(JAX_FOLDER)/jax
+	PYTHONPATH=$(JAX_FOLDER) TPU_LIBRARY_PATH=$(TPU_FOLDER)/libtpu/libtpu.so $(BIN)/python -m pytest test/accelerators test/fitting test/cli/test_fit_command.py $(ARGS)
+
+$(TPU_FOLDER)/libtpu/libtpu.so:
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TPU_FOLDER) libtpu==$(LIBTPU)
+
+$(JAX_FOLDER)/jax:
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(JAX_FOLDER) jax==0.7.1 jaxlib==0.7.1 ml_dtypes opt_einsum scipy
 
 stress: $(STAMP)
 	$(BIN)/python benchmarks/stress.py $(ARGS)

@@ -263,7 +263,7 @@ def _faults_of(
         return [f"rank {rank} printed no error: {text[-500:]}"]
     last = text[text.rindex(errors[-1]) :]
     if fault == "raise" and "a fault of the user's" not in last:
-        return [f"rank {rank} was not told of the exception: {last[:500]}"]
+        return [f"rank {rank} did not learn of the exception: {last[:500]}"]
     # Errors name ranks of the pipeline, or of the replicas.
     others = [rf"rank {other}\b" for other in range(count)]
     if not re.search("|".join(others), last):

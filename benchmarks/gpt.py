@@ -16,25 +16,25 @@ ROWS = 2
 
 
 class Block(nn.Module):
-    """A block of a transformer."""
+    """A block of a transformer.
+
+    Rows of `qkv` that lie side by side are those of one head, so that a device may have
+    some of the heads.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return a tensor like `x`, `(B, L, width)`."""
-        rows, length, width = x.shape
-        shape = (rows, length, self.heads, width // self.heads)
-        q, k, v = (
-            part.reshape(shape).transpose(1, 2)
-            for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1)
-        )
+        heads = self.qkv(self.norm_1(x)).unflatten(-1, (-1, 3 * self.head_width))
+        q, k, v = heads.transpose(1, 2).chunk(3, dim=-1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(x.shape))
+        x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 

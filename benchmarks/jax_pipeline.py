@@ -20,33 +20,11 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax import lax  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+from jax_block import Weights, block  # noqa: E402
 
 STEPS = 5
 WARM_UP = 3
 RATE = 0.01
-Weights = dict[str, Any]
-
-
-def norm(x: Any) -> Any:
-    """Return rows of mean 0 and variance 1."""
-    centred = x - x.mean(-1, keepdims=True)
-    return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
-
-
-def block(heads: int, x: Any, weights: Weights) -> tuple[Any, None]:
-    """Apply the block of `gpt.py` to `(B, L, width)`."""
-    rows, length, width = x.shape
-    projected = (norm(x) * weights["scale_1"] + weights["shift_1"]) @ weights["qkv"]
-    parts = jnp.split(projected + weights["qkv_bias"], 3, axis=-1)
-    q, k, v = (part.reshape(rows, length, heads, -1) for part in parts)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / (width // heads) ** 0.5
-    causal = jnp.tril(jnp.ones((length, length), bool))
-    mixing = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
-    mixed = jnp.einsum("bhqk,bkhd->bqhd", mixing, v).reshape(x.shape)
-    x = x + mixed @ weights["out"] + weights["out_bias"]
-    hidden = (norm(x) * weights["scale_2"] + weights["shift_2"]) @ weights["up"]
-    hidden = jax.nn.gelu(hidden + weights["up_bias"], approximate=False)
-    return x + hidden @ weights["down"] + weights["down_bias"], None
 
 
 def run_stage(heads: int, repeats: int, weights: Weights, inputs: Any) -> Any:
@@ -63,6 +41,9 @@ def run_stage(heads: int, repeats: int, weights: Weights, inputs: Any) -> Any:
     rounds = count * repeats
     ring = [(i, (i + 1) % NUM_STAGES) for i in range(NUM_STAGES)]
 
+    def layer(x: Any, weights: Weights) -> tuple[Any, None]:
+        return block(heads, x, weights), None
+
     def tick(carry: Any, now: Any) -> tuple[Any, Any]:
         state, waiting = carry
         index = now % count
@@ -70,7 +51,7 @@ def run_stage(heads: int, repeats: int, weights: Weights, inputs: Any) -> Any:
         state = jnp.where(stage == 0, entry, state)
         repeat = jnp.clip((now - stage) // count, 0, repeats - 1)
         own = jax.tree.map(lambda w: w[0, repeat], weights)
-        output, _ = lax.scan(partial(block, heads), state, own)
+        output, _ = lax.scan(layer, state, own)
         state = lax.ppermute(output, "stage", ring)
         # What comes around again is microbatch `now - (stages - 1)`.
         place = (now - NUM_STAGES + 1) % count

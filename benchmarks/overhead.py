@@ -2,6 +2,7 @@
 
     python benchmarks/overhead.py
     python benchmarks/overhead.py --ranks 2 4 --json
+    python benchmarks/overhead.py --action-us 618      simulates, and measures nothing
 
 One layer of width 32 a rank, so that there is next to no work; 1F1B with 16
 microbatches. All ranks share this machine's cores, so processor time is measured, not
@@ -10,29 +11,104 @@ should not grow with the number of ranks.
 
 Then the simulator lets stages of `--work-ms` for a forward and twice that for a
 backward run on up to 1,024 ranks under 1F1B with a microbatch for each rank, 128 at
-most, with and without that cost, over links of 20 us and 10 GB/s: the share of the
-ideal speed, of which the bubble takes half or more.
+most. The share of the ideal speed, in which no rank ever waits, is given without any
+cost, so that only the bubble counts, and with costs that are added one by one: that
+of an action, that of a message (`p2p.py`, as if none of it were dispatch), and that of
+telling all ranks the kind of the step (`control_plane.py`), as if all waited for it.
+
+At last it scales one job as JaxPP was: GPT-3 175B on 64 to 1,024 GPUs, in pipelines of
+8 ranks of 8 GPUs, interleaved 1F1B with 3 stages a rank, 64 microbatches of 2 x 2,048
+tokens a replica, 1 to 16 replicas. Compute is assumed, costs are those above; replicas
+add up their gradients once a step, while nothing else runs. The share is that of the
+speed per GPU with 64.
+
+Source: github.com/NVIDIA/maxtext-jaxpp, slurm/gpt3-175b-scaling.sh and maxtext.sh.
 """
 
 import argparse
 import json
+import math
 import statistics
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_xla_pp.schedule import one_f_one_b
-from torch_xla_pp.simulate import Costs, Link, Network, simulate
+from torch_xla_pp.schedule import Schedule, interleaved_1f1b, one_f_one_b
+from torch_xla_pp.simulate import Costs, Link, Network, ring_all_reduce_s, simulate
 
 WIDTH, ROWS, MICROBATCHES, STEPS, WARM_UP = 32, 4, 16, 10, 3
 MANY = (2, 8, 64, 256, 1024)
 MOST_MICROBATCHES = 128
-LATENCY_S = 20e-6
-BYTES_PER_S = 10e9
 ACTIVATION_BYTES = 16 * 2**20
+# docs/performance/p2p.md, in-graph: latency of 64 bytes, bandwidth of 16 MiB.
+MESSAGES = Link(latency_s=468e-6, bytes_per_s=2313e6)
+# docs/performance/liveness.md: one rank tells 31 others, which all are its children in
+# the tree of connections.
+HOP_S = 1.5e-3
+CHILDREN = 32
+
+# Of the job as JaxPP scales it.
+PARAMETERS, TOKENS, MODEL_WIDTH = 175e9, 2 * 2048, 12288
+PIPELINE, GPUS, REPEATS, COUNT = 8, 8, 3, 64
+REPLICAS = (1, 2, 4, 8, 16)
+# Assumed: half of what an H100 SXM multiplies in bfloat16 without sparsity (NVIDIA's
+# data sheet: 989 TFLOP/s), and a network card of 400 Gbit/s for each GPU.
+FLOPS_PER_S = 0.5 * 989e12
+CARD_BYTES_PER_S = 50e9
+GRADIENT_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overhead:
+    """What a step pays beside its work.
+
+    Args:
+        action_s: Of each action.
+        link: What a message takes.
+        hop_s: Of each hop of what one rank tells all, once a step.
+    """
+
+    action_s: float = 0.0
+    link: Link = Link()
+    hop_s: float = 0.0
+
+    def step_s(
+        self, schedule: Schedule, num_stages: int, work_s: float, num_bytes: int
+    ) -> float:
+        """Return the time of a step of equal stages.
+
+        Args:
+            schedule: The order of a pipeline's actions.
+            num_stages: Number of its stages.
+            work_s: Of a forward; a backward takes twice as long.
+            num_bytes: Size of a message.
+        """
+        costs = Costs.uniform(
+            num_stages,
+            forward_s=work_s + self.action_s,
+            input_s=work_s + self.action_s / 2,
+            weight_s=work_s + self.action_s / 2,
+            num_bytes=num_bytes,
+        )
+        return simulate(schedule, costs, Network(default=self.link)).step_s
+
+    def told_s(self, ranks: int) -> float:
+        """Return the time until all ranks have heard what one tells."""
+        return self.hop_s * num_hops(ranks)
+
+
+def num_hops(ranks: int) -> int:
+    """Return the depth of the tree of connections between ranks."""
+    depth, reached = 0, 1
+    while reached < ranks:
+        depth += 1
+        reached += CHILDREN**depth
+    return depth
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -69,59 +145,116 @@ def cpu_times() -> tuple[float, float]:
     return main_s / (2 * MICROBATCHES), whole_s / (2 * MICROBATCHES)
 
 
-def efficiency(ranks: int, work_s: float, action_s: float) -> float:
-    """Return the ideal time of a step by the simulated one."""
+def levels(action_s: float) -> dict[str, Overhead]:
+    """Return what is paid, from nothing to everything."""
+    return {
+        "free": Overhead(),
+        "action": Overhead(action_s=action_s),
+        "message": Overhead(action_s=action_s, link=MESSAGES),
+        "control": Overhead(action_s=action_s, link=MESSAGES, hop_s=HOP_S),
+    }
+
+
+def efficiency(ranks: int, work_s: float, overhead: Overhead) -> float:
+    """Return the ideal time of a step of one pipeline by the simulated one."""
     microbatches = min(ranks, MOST_MICROBATCHES)
-    costs = Costs.uniform(
-        ranks,
-        forward_s=work_s + action_s,
-        input_s=work_s + action_s / 2,
-        weight_s=work_s + action_s / 2,
-        num_bytes=ACTIVATION_BYTES,
+    schedule = one_f_one_b(ranks, microbatches)
+    step_s = overhead.step_s(schedule, ranks, work_s, ACTIVATION_BYTES)
+    return microbatches * 3 * work_s / (step_s + overhead.told_s(ranks))
+
+
+def pipeline_rows(action_s: float, work_s: float) -> Iterator[dict[str, Any]]:
+    """Simulate longer and longer pipelines."""
+    for ranks in MANY:
+        found = {
+            name: efficiency(ranks, work_s, overhead)
+            for name, overhead in levels(action_s).items()
+        }
+        ratio = found["control"] / found["free"]
+        yield {"what": "pipeline", "ranks": ranks, **found, "ratio": ratio}
+
+
+def replica_rows(action_s: float) -> Iterator[dict[str, Any]]:
+    """Simulate more and more replicas of one pipeline."""
+    link = Link(latency_s=MESSAGES.latency_s, bytes_per_s=CARD_BYTES_PER_S)
+    overhead = Overhead(action_s=action_s, link=link, hop_s=HOP_S)
+    num_stages = PIPELINE * REPEATS
+    work_s = 2 * PARAMETERS * TOKENS / num_stages / (GPUS * FLOPS_PER_S)
+    schedule = interleaved_1f1b(PIPELINE, COUNT, REPEATS)
+    # A message is cut into a part for each pair of GPUs.
+    num_bytes = 2 * TOKENS * MODEL_WIDTH // GPUS
+    pipeline_s = overhead.step_s(schedule, num_stages, work_s, num_bytes)
+    gradients = GRADIENT_BYTES * PARAMETERS / (PIPELINE * GPUS)
+    first_s = math.nan
+    for replicas in REPLICAS:
+        ranks = replicas * PIPELINE
+        step_s = pipeline_s + overhead.told_s(ranks)
+        step_s += ring_all_reduce_s(gradients, replicas, link)
+        first_s = step_s if replicas == 1 else first_s
+        share = first_s / step_s
+        gpus = ranks * GPUS
+        yield {"what": "replicas", "gpus": gpus, "step_s": step_s, "share": share}
+
+
+def measured_rows(ranks: list[int]) -> Iterator[dict[str, Any]]:
+    """Measure what an action costs, for some numbers of ranks."""
+    # The workers import this file, so its functions must not be those of `__main__`.
+    import overhead
+
+    from torch_xla_pp.testing import Worlds
+
+    for count in ranks:
+        with Worlds() as worlds:
+            found = worlds.run(overhead.cpu_times, ranks=count, timeout_s=900)
+        main_s, whole_s = (
+            statistics.median(column) for column in zip(*found, strict=True)
+        )
+        row = {"what": "action", "ranks": count}
+        yield row | {"main_s": main_s, "process_s": whole_s}
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """Return a row as a line of text."""
+    if row["what"] == "action":
+        return (
+            f"{row['ranks']:4} ranks: {row['main_s'] * 1e6:5.0f} us of CPU per action "
+            f"in the main thread, {row['process_s'] * 1e6:5.0f} us in all threads"
+        )
+    if row["what"] == "replicas":
+        return (
+            f"{row['gpus']:5} GPUs, simulated: a step of {row['step_s']:.2f} s, "
+            f"{row['share']:.3f} of the speed per GPU with the first"
+        )
+    shares = ", ".join(
+        f"{row[n]:.3f} with {n}" for n in ("action", "message", "control")
     )
-    link = Link(latency_s=LATENCY_S, bytes_per_s=BYTES_PER_S)
-    step = simulate(one_f_one_b(ranks, microbatches), costs, Network(default=link))
-    return microbatches * 3 * work_s / step.step_s
+    return (
+        f"{row['ranks']:4} ranks, simulated: {row['free']:.3f} of the ideal speed, "
+        f"{shares}, ratio {row['ratio']:.3f}"
+    )
 
 
 def main() -> None:
     """Measure, then predict."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
+    parser.add_argument("--action-us", type=float, help="cost of an action, if known")
     parser.add_argument("--work-ms", type=float, default=20.0)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    # The workers import this file, so its functions must not be those of `__main__`.
-    import overhead
 
-    from torch_xla_pp.testing import Worlds
+    def show(row: dict[str, Any]) -> None:
+        print(json.dumps(row) if options.json else line_of(row), flush=True)
 
-    action_s = 0.0
-    for ranks in options.ranks:
-        with Worlds() as worlds:
-            found = worlds.run(overhead.cpu_times, ranks=ranks, timeout_s=900)
-        main_s, whole_s = (
-            statistics.median(column) for column in zip(*found, strict=True)
-        )
-        action_s = max(action_s, main_s)
-        row: dict[str, Any] = {"ranks": ranks, "main_s": main_s, "process_s": whole_s}
-        print(
-            json.dumps(row)
-            if options.json
-            else f"{ranks:4} ranks: {main_s * 1e6:5.0f} us of CPU per action in the "
-            f"main thread, {whole_s * 1e6:5.0f} us in all threads",
-            flush=True,
-        )
-    work_s = options.work_ms / 1e3
-    for ranks in MANY:
-        free, real = (efficiency(ranks, work_s, cost) for cost in (0.0, action_s))
-        row = {"ranks": ranks, "free": free, "with_cost": real, "ratio": real / free}
-        print(
-            json.dumps(row)
-            if options.json
-            else f"{ranks:4} ranks, simulated: {free:.3f} of the ideal speed, "
-            f"{real:.3f} with that cost, ratio {real / free:.3f}"
-        )
+    action_s = (options.action_us or 0.0) / 1e6
+    if options.action_us is None:
+        for row in measured_rows(options.ranks):
+            action_s = max(action_s, row["main_s"])
+            show(row)
+    for row in pipeline_rows(action_s, options.work_ms / 1e3):
+        show(row)
+    for row in replica_rows(action_s):
+        show(row)
 
 
 if __name__ == "__main__":

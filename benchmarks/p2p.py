@@ -1,28 +1,37 @@
 """Sending values between ranks: in-graph, host-staged and gloo, side by side.
 
     python benchmarks/p2p.py                latency and bandwidth, 64 B to 64 MB
-    python benchmarks/p2p.py --overlap      step time with a slow network
+    python benchmarks/p2p.py --bytes 16777216 67108864
+    python benchmarks/p2p.py --overlap      step time with a slow network, of both
+                                            transports of stages
     python benchmarks/p2p.py --json
 
 Two ranks of one device each, pinned to one core each. One-way latency is half of a
-round trip; bandwidth is that of messages in one direction, answered once. The sides
-take turns, several times; medians are printed.
+round trip; bandwidth is that of messages in one direction, answered once. With it come
+the processor time and the page faults of both ranks, for each of these messages: other
+work on the machine changes them little. "memcpy" copies as many bytes within a process
+between buffers that are used again and again. The sides take turns, several times;
+medians are printed.
 """
 
 import argparse
+import asyncio
+import functools
 import json
 import os
+import resource
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe
 
-SIDES = ("in_graph", "host", "gloo")
+SIDES = ("in_graph", "host", "gloo", "memcpy")
 SIZES = (64, 1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
 ROUNDS = 5
 WIDTH = 256
@@ -105,7 +114,8 @@ def host_side(size: int) -> tuple[Callable[[], None], Callable[[int], None]]:
     from torch_xla_pp.transport import Message, ShardLayout, of_group
     from torch_xla_pp.transport.host import HostTransport
 
-    transport = HostTransport(of_group(None).wire)
+    group = of_group(None)
+    transport = HostTransport(group.wire, group.rendezvous)
     rank, peer = dist.get_rank(), 1 - dist.get_rank()
     name = Message("F", 1, 0, 0)
     x = torch.zeros(size // 4, device="xla")
@@ -158,6 +168,21 @@ def gloo_side(size: int) -> tuple[Callable[[], None], Callable[[int], None]]:
     return round_trip, one_way
 
 
+def memcpy_side(size: int) -> tuple[Callable[[], None], Callable[[int], None]]:
+    """Copy as much within each process, there and back, and for each message."""
+    x, y = torch.ones(size // 4), torch.zeros(size // 4)
+
+    def round_trip() -> None:
+        y.copy_(x)
+        x.copy_(y)
+
+    def one_way(count: int) -> None:
+        for _ in range(count):
+            y.copy_(x)
+
+    return round_trip, one_way
+
+
 def timed(call: Callable[[], None], count: int) -> float:
     """Return the seconds of one call, the ranks having started together."""
     dist.barrier()
@@ -167,7 +192,32 @@ def timed(call: Callable[[], None], count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
-def latency_and_bandwidth() -> list[dict[str, float | str]]:
+class Stream(NamedTuple):
+    """What a message in one direction took; the rank's own, or that of both ranks."""
+
+    seconds: float
+    cpu_s: float
+    page_faults: float
+
+
+def streamed(one_way: Callable[[int], None], count: int) -> Stream:
+    """Send messages in one direction; return what one took on this rank."""
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = timed(lambda: one_way(count), 1) / count
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Stream(seconds, cpu_s / count, (after.ru_minflt - before.ru_minflt) / count)
+
+
+def medians(streams: Sequence[Stream]) -> Stream:
+    """Return medians of the rank's rounds, and the sum of both ranks' for what adds."""
+    own = [statistics.median(values) for values in zip(*streams, strict=True)]
+    both: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(both, own)
+    return Stream(own[0], sum(b[1] for b in both), sum(b[2] for b in both))
+
+
+def latency_and_bandwidth(sizes: Sequence[int]) -> list[dict[str, float | str]]:
     """Measure every size and side; only rank 0 returns rows."""
     import torch_xla_pp as xpp
 
@@ -175,28 +225,32 @@ def latency_and_bandwidth() -> list[dict[str, float | str]]:
     dist.init_process_group("xla_pp")
     rank = pin()
     rows: list[dict[str, float | str]] = []
-    makers = dict(zip(SIDES, (in_graph_side, host_side, gloo_side), strict=True))
-    for size in SIZES:
+    sides = (in_graph_side, host_side, gloo_side, memcpy_side)
+    makers = dict(zip(SIDES, sides, strict=True))
+    for size in sizes:
         calls = {side: make(size) for side, make in makers.items()}
         trips = 50 if size < 1 << 20 else 5
         messages = 20 if size < 1 << 24 else 4
         seconds: dict[str, list[float]] = {side: [] for side in SIDES}
-        streams: dict[str, list[float]] = {side: [] for side in SIDES}
+        streams: dict[str, list[Stream]] = {side: [] for side in SIDES}
         for attempt in range(ROUNDS + 1):
             for side, (round_trip, one_way) in calls.items():
                 trip_s = timed(round_trip, trips) / 2
-                stream_s = timed(lambda: one_way(messages), 1) / messages  # noqa: B023
+                stream = streamed(one_way, messages)
                 if attempt:  # the first one compiles and connects
                     seconds[side].append(trip_s)
-                    streams[side].append(stream_s)
+                    streams[side].append(stream)
         for side in SIDES:
             one_way_s = statistics.median(seconds[side])
+            stream = medians(streams[side])
             rows.append(
                 {
                     "side": side,
                     "bytes": size,
                     "latency_us": one_way_s * 1e6,
-                    "mb_per_s": size / statistics.median(streams[side]) / 1e6,
+                    "mb_per_s": size / stream.seconds / 1e6,
+                    "cpu_us": stream.cpu_s * 1e6,
+                    "page_faults": stream.page_faults,
                 }
             )
     dist.barrier()
@@ -222,55 +276,84 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
     return (output - target.to(output.device)).square().mean()
 
 
+def delayed(transport: str) -> tuple[Any, Callable[[float], None]]:
+    """Return a group with a transport, and what holds its messages back for a time."""
+    from torch_xla_pp.transport import of_group
+
+    group = of_group(dist.new_group(backend="xla_pp"))
+    with mock.patch.dict(os.environ, TORCH_XLA_PP_TRANSPORT=transport):
+        carrier = group.transport
+    if transport == "in_graph":
+        return group, carrier.engine.delay
+    arrived = group.wire._arrived
+
+    def delay(time_s: float) -> None:
+        def later(*message: Any) -> None:
+            if message[1][1][0] == "end of step":  # no value
+                arrived(*message)
+            else:
+                asyncio.get_running_loop().call_later(time_s, arrived, *message)
+
+        group._sockets.on("data", later if time_s else arrived)
+
+    return group, delay
+
+
 def step_time_with_delay() -> list[dict[str, float | str]]:
     """Measure a pipeline's step while messages are held back for some time."""
     import torch_xla_pp as xpp
-    from torch_xla_pp.transport import of_group
+    from torch_xla_pp import xla_compat
 
     device = xpp.device()
     dist.init_process_group("xla_pp")
     rank = pin()
-    torch.manual_seed(0)
-    stage = xpp.PipelineStage(Part(), rank, 2, device)
-    # In GPipe only the first and the last message of a step can be waited for; 1F1B
-    # waits for more of a slow network, whatever carries the messages.
-    schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=squared_error)
     x = torch.randn(128 * MICROBATCHES, WIDTH)
-
-    def step() -> None:
-        if rank == 0:
-            schedule.step(x)
-        else:
-            schedule.step(target=x)
-        stage.submod.zero_grad()
-
-    transport = of_group(None).transport
-    times: dict[float, list[float]] = {0.0: [], 0.002: [], 0.01: []}
+    delays, steps = {}, {}
+    for name in ("in_graph", "host"):
+        group, delays[name] = delayed(name)
+        torch.manual_seed(0)
+        stage = xpp.PipelineStage(Part(), rank, 2, device, group=group)
+        # In GPipe only the first and the last message of a step can be waited for; 1F1B
+        # waits for more of a slow network, whatever carries the messages.
+        schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=squared_error)
+        steps[name] = functools.partial(train, schedule, stage, x)
+    times: dict[tuple[str, float], list[float]] = {}
     for attempt in range(2 * ROUNDS + 2):
-        for delay_s, seconds in times.items():
-            transport.engine.delay(delay_s)
-            seconds_per_step = timed(step, 3)
-            if attempt > 1:
-                seconds.append(seconds_per_step)
-    base_s = statistics.median(times[0.0])
+        for delay_s in (0.0, 0.002, 0.01):
+            for name, step in steps.items():
+                delays[name](delay_s)
+                xla_compat.wait_device()
+                seconds = timed(step, 3)
+                if attempt > 1:
+                    times.setdefault((name, delay_s), []).append(seconds)
     rows: list[dict[str, float | str]] = []
-    for delay_s, seconds in times.items():
-        extra_s = statistics.median(seconds) - base_s
+    for (name, delay_s), found in times.items():
+        base_s = statistics.median(times[name, 0.0])
+        step_s = statistics.median(found)
         rows.append(
             {
+                "side": name,
                 "delay_ms": delay_s * 1e3,
-                "step_ms": (base_s + extra_s) * 1e3,
-                "extra_ms": extra_s * 1e3,
-                "extra_per_delay": extra_s / delay_s if delay_s else 0.0,
+                "step_ms": step_s * 1e3,
+                "extra_ms": (step_s - base_s) * 1e3,
+                "extra_per_delay": (step_s - base_s) / delay_s if delay_s else 0.0,
+                "to_in_graph": step_s / statistics.median(times["in_graph", delay_s]),
             }
         )
     dist.barrier()
     return rows if rank == 0 else []
 
 
+def train(schedule: Any, stage: Any, x: Tensor) -> None:
+    """Do a training step without an optimizer."""
+    schedule.step(*((x,) if stage.is_first else ()), target=x)
+    stage.submod.zero_grad()
+
+
 def main() -> None:
     """Run one of the two measurements and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--bytes", nargs="+", type=int, default=SIZES)
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -279,9 +362,12 @@ def main() -> None:
 
     from torch_xla_pp.testing import Worlds
 
-    measure = p2p.step_time_with_delay if options.overlap else p2p.latency_and_bandwidth
+    measure: Any = p2p.step_time_with_delay
+    args: tuple[Any, ...] = ()
+    if not options.overlap:
+        measure, args = p2p.latency_and_bandwidth, (options.bytes,)
     with Worlds() as worlds:
-        rows, _ = worlds.run(measure, ranks=2, devices=1, timeout_s=900)
+        rows, _ = worlds.run(measure, ranks=2, devices=1, args=args, timeout_s=900)
     if options.json:
         for row in rows:
             print(json.dumps(row))
@@ -289,8 +375,10 @@ def main() -> None:
         print(f"GPipe, 2 ranks, {MICROBATCHES} microbatches; messages held back for")
         for row in rows:
             print(
-                f"{row['delay_ms']:6.1f} ms: step {row['step_ms']:7.1f} ms, "
-                f"{row['extra_ms']:6.1f} ms more = {row['extra_per_delay']:.1f} delays"
+                f"{row['side']:8} {row['delay_ms']:6.1f} ms: step "
+                f"{row['step_ms']:7.1f} ms, {row['extra_ms']:6.1f} ms more = "
+                f"{row['extra_per_delay']:.1f} delays, {row['to_in_graph']:.2f} of "
+                "in_graph"
             )
         print(
             "Receives that overlap computation cost about 2 delays (fill and drain), "
@@ -300,21 +388,30 @@ def main() -> None:
         print_table(rows)
 
 
-def print_table(rows: list[dict[str, float]]) -> None:
-    """Print both figures of all sides, and the ratios to gloo and to the host."""
-    by_size = {
-        size: {r["side"]: r for r in rows if r["bytes"] == size} for size in SIZES
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Print all figures of all sides, and ratios of in-graph to the others."""
+    figures = {
+        "latency_us": "one-way, us",
+        "mb_per_s": "MB/s",
+        "cpu_us": "CPU, us",
+        "page_faults": "page faults",
     }
-    for figure, unit in (("latency_us", "one-way, us"), ("mb_per_s", "MB/s")):
-        print(f"\n{unit:>12} {'in_graph':>10} {'host':>10} {'gloo':>10}", end="")
-        print(f" {'to host':>10} {'to gloo':>10}")
+    by_size: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        by_size.setdefault(row["bytes"], {})[row["side"]] = row
+    others = SIDES[1:]
+    heads = [*SIDES, *(f"to {other}" for other in others)]
+    for figure, unit in figures.items():
+        print(f"\n{unit:>12} " + " ".join(f"{head:>10}" for head in heads))
         for size, sides in by_size.items():
-            found = [sides[side][figure] for side in SIDES]
-            ratios = [found[0] / found[1], found[0] / found[2]]
-            print(
-                f"{size:>12} " + " ".join(f"{value:>10.1f}" for value in found), end=""
-            )
-            print(" " + " ".join(f"{ratio:>10.2f}" for ratio in ratios))
+            found = {side: sides[side][figure] for side in SIDES}
+            ratios = [
+                found["in_graph"] / found[other] if found[other] else float("nan")
+                for other in others
+            ]
+            texts = [f"{value:>10.1f}" for value in found.values()]
+            texts += [f"{ratio:>10.2f}" for ratio in ratios]
+            print(f"{size:>12} " + " ".join(texts))
 
 
 if __name__ == "__main__":

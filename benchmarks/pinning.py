@@ -36,7 +36,7 @@ def check_pinned(core: int) -> None:
 
 
 def _statuses() -> Iterator[dict[str, str]]:
-    """Read what the kernel tells of each thread; some may end meanwhile."""
+    """Read what the kernel reports of each thread; some may end meanwhile."""
     for task in _TASKS.iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             lines = (task / "status").read_text().splitlines()

@@ -13,7 +13,7 @@ Columns, as the JSON names them:
 model, schedule, remat, sharding: The cell; with a sharding, ranks have two devices.
 rank: The rank; all its stages count together, at one time.
 part: `state`: parameters, gradients and the optimizer's state. `between`: the most that
-    lies between programs: saved values, what goes from I to W, outputs.
+    is held between programs: saved values, what goes from I to W, outputs.
 predicted_bytes: What the plan says of one device.
 measured_bytes: What the stages hold on it, as `peak_memory()` counts it.
 error: By which part of the measured bytes the prediction is too large.
@@ -146,10 +146,11 @@ def measure(cell: dict[str, Any]) -> list[dict[str, Any]]:
         schedules=(cell["schedule"],),
         remat=(cell["remat"],),
         sharding=(cell["sharding"],) if cell["sharding"] != "none" else ("dp",),
+        rules=sharding_of(cell["sharding"]),
     )
     mesh = xpp.init_device_mesh("xla", plan=plan)
     pipe = xpp.pipeline(model, example, plan=plan)
-    stages = pipe.build_stages(mesh, sharding=sharding_of(cell["sharding"]))
+    stages = pipe.build_stages(mesh)
     most = watch(stages)
     schedule = pipe.make_schedule(stages, loss_fn=gpt.loss_fn)
     parameters = [p for stage in stages for p in stage.submod.parameters()]

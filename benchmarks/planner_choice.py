@@ -91,19 +91,17 @@ def example_of(rows: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def planned(
-    cores: Sequence[int], counts: Sequence[int], num_cuts: int
-) -> tuple[list[str], list[bool]]:
-    """Return plans as JSON, and which of them is the planner's choice."""
+def measured(cores: Sequence[int], counts: Sequence[int]) -> tuple[str, str]:
+    """Return the work of the model, and what it takes on this rank, as JSON."""
     import torch_xla_pp as xpp
 
-    sides.join(cores)
+    core = sides.join(cores)
     groups = [dist.new_group([rank], backend="xla_pp") for rank in range(2)]
     rows = sorted({ROWS // count for count in counts})
     tokens, targets = example_of(max(rows))
     model = UnevenGpt()
     work = xpp.trace_work(model, (tokens,))
-    own = xpp.measure_work(
+    costs = xpp.measure_work(
         work,
         model,
         (tokens,),
@@ -112,17 +110,14 @@ def planned(
         rows=rows,
         group=groups[dist.get_rank()],
     )
-    texts: list[Any] = [None]
-    if dist.get_rank() == 0:
-        texts = [_plans(work, own, counts, num_cuts)]
-    dist.broadcast_object_list(texts, group=dist.new_group(backend="gloo"))
-    found: tuple[list[str], list[bool]] = texts[0]
-    return found
+    check_pinned(core)
+    return work.to_json(), costs.to_json()
 
 
-def _plans(
+def plans_of(
     work: WorkGraph, costs: MeasuredCosts, counts: Sequence[int], num_cuts: int
 ) -> tuple[list[str], list[bool]]:
+    """Return plans as JSON, and which of them is the planner's choice."""
     options: dict[str, Any] = {
         "rows": ROWS,
         "ranks": 2,
@@ -157,10 +152,9 @@ def _cut_at(
     )
     setting = Setting(num_ranks=2, rows=ROWS // count, num_microbatches=count)
     stages = tuple(int(place >= border) for place in range(len(work.works)))
-    result = SearchResult()
     cut = Cut(setting=setting, stages=stages, remat=("none", "none"))
-    result.add(evaluator.evaluate(cut))
-    return plan_of(Request(rows=ROWS), evaluator, result, (), {})
+    best = evaluator.evaluate(cut)
+    return plan_of(Request(rows=ROWS), evaluator, best, SearchResult(), (), {})
 
 
 def _name(plan: PipelinePlan) -> tuple[Any, ...]:
@@ -266,11 +260,17 @@ def main() -> None:
 
     cores = sorted(os.sched_getaffinity(0))
     with Worlds() as worlds:
-        (texts, chosen), _ = worlds.run(
-            planner_choice.planned,
+        (work, costs), _ = worlds.run(
+            planner_choice.measured,
             ranks=2,
-            args=(cores, options.microbatches, options.cuts),
+            args=(cores, options.microbatches),
             timeout_s=3600,
+        )
+        texts, chosen = plans_of(
+            WorkGraph.from_json(work),
+            MeasuredCosts.from_json(costs),
+            options.microbatches,
+            options.cuts,
         )
         seconds, _ = worlds.run(
             planner_choice.recorded,

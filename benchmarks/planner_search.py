@@ -116,8 +116,7 @@ def line(
     search_s, result = timed(graph, request, devices, setting, repeats, False)
     best = best_of(result)
     order = best.order
-    times = [time for _, rows in order.live_rows for time in rows]
-    live = max(sum(live) + sum(waiting) for live, waiting in times)
+    live = max(int((x + y).sum(1).max()) for _, x, y in order.live_rows)
     depths = [1] * best.cut.num_stages
     for producer, consumer in reversed(best.costs.edges):
         depths[producer] = max(depths[producer], 1 + depths[consumer])

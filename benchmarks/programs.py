@@ -24,7 +24,7 @@ class Alone:
     """The programs of a middle stage, with the values that they read."""
 
     def __init__(
-        self, module: nn.Module, x: Tensor, grad: Tensor, products: str = "torch"
+        self, module: nn.Module, x: Tensor, grad: Tensor, products: str = "best"
     ) -> None:
         import torch_xla_pp as xpp
         from torch_xla_pp import xla_compat
@@ -52,17 +52,21 @@ class Alone:
         self.sums = SumPrograms(self.programs.summed).start(self.fixed, {})
         self.x, self.grad = upload(x), upload(grad)
         self.live: dict[str, Tensor] = {}
+        self.outputs: dict[int, Tensor] = {}
+        self.input_grads: dict[int, Tensor | None] = {}
         self.wait = xla_compat.wait_device
 
     def forward(self) -> None:
         """Run the forward; its values are for one backward of either kind."""
-        self.live = self.programs.forward(self.fixed, {"input:0": self.x}, 0).live
+        done = self.programs.forward(self.fixed, {"input:0": self.x}, 0)
+        self.outputs, self.live = done.outputs, done.live
         self.live["tangent:0"] = self.grad
         self.wait()
 
     def backward(self) -> None:
         """Run the full backward."""
-        _, self.sums = self.programs.backward({**self.fixed, **self.sums}, self.live)
+        fixed = {**self.fixed, **self.sums}
+        self.input_grads, self.sums = self.programs.backward(fixed, self.live)
         self.wait()
 
     def both(self) -> None:
@@ -83,11 +87,11 @@ class Alone:
 
 
 def rules_of(products: str) -> tuple[Any, ...]:
-    """Return what operations are run by where "torch" or "xla" multiplies matrices."""
+    """Return how operations are run if "best" or "xla" multiplies matrices."""
     from torch_xla_pp import cpu
     from torch_xla_pp.compile import LibraryProducts
 
-    multiply = cpu.library_product() if products == "torch" else None
+    multiply = cpu.library_product() if products == "best" else None
     return () if multiply is None else (LibraryProducts(multiply=multiply),)
 
 

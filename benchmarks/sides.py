@@ -42,7 +42,14 @@ class PeerStage(PipelineStage):
 
 
 class Side:
-    """This rank's part of a pipeline that is trained step by step."""
+    """This rank's part of a pipeline that is trained step by step.
+
+    Args:
+        rows: Which rows of each microbatch are its own.
+
+    Attributes:
+        losses: Those of the last step, where the last stage is.
+    """
 
     def __init__(
         self,
@@ -53,23 +60,28 @@ class Side:
         microbatches: int,
         size: dict[str, int],
         optimizer: MakeOptimizer = sgd,
+        rows: slice = slice(None),
     ) -> None:
         parts = {index: gpt.make_part(index, num_stages, size) for index in indices}
         self.stages = [make(part, i, num_stages) for i, part in parts.items()]
         self.runner = make_runner(schedule, self.stages, microbatches)
         parameters = [p for stage in self.stages for p in stage.submod.parameters()]
         self._optimizer = optimizer(parameters)
-        tokens, target = gpt.make_batch(microbatches, size)
+        tokens, target = (
+            values.unflatten(0, (microbatches, -1))[:, rows].flatten(0, 1)
+            for values in gpt.make_batch(microbatches, size)
+        )
+        self.losses: list[Tensor] = []
         self._inputs = (tokens,) if 0 in indices else ()
         self._target = target if num_stages - 1 in indices else None
 
     def step(self) -> None:
         """Do one training step; ours may still run on the device."""
-        losses: list[Tensor] = []
-        self.runner.step(*self._inputs, target=self._target, losses=losses)
+        self.losses = []
+        self.runner.step(*self._inputs, target=self._target, losses=self.losses)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        for loss in losses[-1:]:
+        for loss in self.losses[-1:]:
             assert torch.isfinite(loss.detach()).item()
 
 

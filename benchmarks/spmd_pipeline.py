@@ -1,4 +1,4 @@
-"""Pipelines over ranks, inside of one SPMD program, and in JAX, side by side.
+"""Pipelines over ranks, inside one SPMD program, and in JAX, side by side.
 
     python benchmarks/spmd_pipeline.py
     python benchmarks/spmd_pipeline.py --size large --microbatches 4 8 16 --json
@@ -66,7 +66,7 @@ def time_ranks(schedule: str, microbatches: int, size: dict[str, int]) -> list[f
 
 
 def time_spmd(repeats: int, microbatches: int, size: dict[str, int]) -> list[float]:
-    """Time steps of a pipeline inside of one program, in seconds."""
+    """Time steps of a pipeline inside one program, in seconds."""
     import torch_xla_pp as xpp
 
     dist.init_process_group("xla_pp")

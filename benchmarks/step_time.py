@@ -15,7 +15,8 @@ needs a C++ compiler. Columns, as the JSON names them:
 
 ours_s, peer_s, compiled_peer_s: Time of a step, the optimizer's included. Where there
     is no compiled peer, `compiled_error` says why.
-ratio: ours_s / peer_s.
+ratio: ours_s / peer_s, of the same turn; the median.
+spread: The same ratio's first and third quartiles.
 efficiency: Time that a step would take without any cost of distribution, by the time
     that it takes: `single_s * (M + P - 1) / (M * P) / ours_s` for M microbatches on P
     ranks. `single_s` is the time in which one process on one core runs the programs of
@@ -63,7 +64,7 @@ PEER_TIMEOUT = timedelta(minutes=3)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """Say what to measure, and on which core each rank runs."""
+    """The cells to measure, and the core of each rank."""
 
     schedules: Sequence[str]
     counts: Sequence[int]
@@ -74,7 +75,7 @@ class Job:
 
 
 class Bench:
-    """Measure cells; every rank does the same calls in the same order."""
+    """The measurement of cells; every rank makes the same calls in the same order."""
 
     def __init__(self, job: Job) -> None:
         self.core = sides.join(job.cores)
@@ -107,7 +108,6 @@ class Bench:
             compiled, row["compiled_error"] = self._compiled(schedule, microbatches)
             turns |= {"compiled_peer": compiled} if compiled else {}
         row |= self._rounds(turns)
-        row["ratio"] = row["ours_s"] / row["peer_s"]
         bubble = (microbatches + NUM_RANKS - 1) / (microbatches * NUM_RANKS)
         row["efficiency"] = row["single_s"] * bubble / row["ours_s"]
         row["dispatch_us"] = self._dispatch_us(ours)
@@ -142,7 +142,7 @@ class Bench:
         return (None, min(errors)[1]) if errors else (side, "")
 
     def _rounds(self, turns: dict[str, Side | None]) -> dict[str, Any]:
-        """Let the sides take turns; return medians and what ours compiled meanwhile."""
+        """Let the sides take turns; return times, and what ours compiled meanwhile."""
         for side in turns.values():
             self._steps(side, WARM_UP_STEPS)
         seconds: dict[str, list[float]] = {name: [] for name in turns}
@@ -157,6 +157,9 @@ class Bench:
         found: dict[str, Any] = {
             f"{name}_s": statistics.median(values) for name, values in seconds.items()
         }
+        pairs = zip(seconds["ours"], seconds["peer"], strict=True)
+        first, ratio, third = statistics.quantiles([a / b for a, b in pairs], n=4)
+        found |= {"ratio": ratio, "spread": (first, third)}
         return found | {"compiles": sum(gathered(num_compiles() - before))}
 
     def _steps(self, side: Side | None, count: int = STEPS) -> None:
@@ -236,10 +239,12 @@ def line_of(row: dict[str, Any]) -> str:
         ours, eager = row["per_layer_ms"], row["eager_per_layer_ms"]
         both = f"ours {ours:7.2f} ms  eager {eager:7.2f} ms"
         return f"{row['layers']} layers, per layer: {both}  ratio {row['ratio']:.2f}"
+    first, third = row["spread"]
     line = (
         f"{row['model']} {row['schedule']:21} M={row['microbatches']:<3}"
         f" ours {row['ours_s']:6.3f} s  peer {row['peer_s']:6.3f} s"
-        f"  ratio {row['ratio']:.2f}  efficiency {row['efficiency']:.2f}"
+        f"  ratio {row['ratio']:.2f} ({first:.2f} to {third:.2f})"
+        f"  efficiency {row['efficiency']:.2f}"
         f"  dispatch {row['dispatch_us']:4.0f} us"
         f"  first step {row['first_step_s']:.1f} s  compiles {row['compiles']}"
     )

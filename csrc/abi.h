@@ -1,7 +1,9 @@
-// What this library and Python agree on, stated once.
+// The interface of this library and Python, stated once.
 //
 // torch_xla_pp/native/abi.py mirrors these lists; the two are compared when the library
 // is loaded. Numbers count from 0. A list of fields is a row of int64 in this order.
+// Where a row is an operand of a program, each number is two int32 words: compilers for
+// accelerators refuse calls with 64-bit operands.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +11,7 @@
 
 namespace xla_pp {
 
-// What a program calls.
+// The ops that programs call.
 #define XPP_OPS(X)     \
   X(kSend, send)       \
   X(kReceive, receive) \
@@ -17,7 +19,10 @@ namespace xla_pp {
   X(kEnd, end)         \
   X(kProduct, product)
 
-// What the recorder notes.
+// The words of a number of an operand.
+#define XPP_WORDS(X) X(low) X(high)
+
+// The events that the recorder notes.
 #define XPP_EVENTS(X)                                      \
   X(kBegan, began)     /* a program of an action */        \
   X(kEnded, ended)     /* likewise */                      \
@@ -32,8 +37,8 @@ namespace xla_pp {
   X(kTimeout, timeout) /* a message did not come in time */   \
   X(kReport, report)   /* a peer told of its own failure; the text is the peer's */
 
-// Letters of what messages carry: values, their gradients, sums of gradients that
-// copies of a parameter, in other stages or in other replicas, add up.
+// Letters of the contents of messages: values, their gradients, and gradients to be
+// summed over copies of a parameter, in other stages or in other replicas.
 #define XPP_DIRECTIONS(X) X(F) X(B) X(S)
 
 // Letters of the kinds of actions.
@@ -57,10 +62,10 @@ namespace xla_pp {
 // have the same route. After these fields come, for each tensor and device of this
 // rank, its holder, and then rows.
 //
-// A holder is, if the values lie alike on both ranks, the lowest device with the same
-// shard; if not, the number of the tile that the device holds. Rows are the pieces that
-// a message is cut into, if not alike, in the order in which they lie in the messages
-// of their sources.
+// If both ranks shard the values in the same way, a holder is the lowest device with
+// the same shard; if not, it is the number of the tile that the device holds. In the
+// second case, rows are the pieces that a message is cut into, in their order in the
+// messages of their sources.
 #define XPP_ROUTE_FIELDS(X)                                                          \
   X(engine)                                                                          \
   X(generation)                                                                      \
@@ -75,8 +80,8 @@ namespace xla_pp {
                  /* of its number, as the values lie alike on both ranks */          \
   X(num_levels)  /* of each row's box */
 
-// A row: one piece of a value, as it lies on this rank. After these fields come count
-// and distance in bytes of each level of the box.
+// A row: one piece of a value, and its place on this rank. After these fields come
+// count and distance in bytes of each level of the box.
 #define XPP_ROW_FIELDS(X)                    \
   X(tensor)                                  \
   X(source) /* the sender's device */        \
@@ -84,11 +89,20 @@ namespace xla_pp {
   X(offset) /* in bytes, likewise the run */ \
   X(run)
 
-// What an engine holds.
+// The counters of an engine.
 #define XPP_STATS_FIELDS(X)                                       \
   X(held_bytes)   /* of messages that no receive has taken yet */ \
   X(num_messages) /* one per device of a sender */                \
   X(num_waiting)  /* receive ops, one per device */
+
+// The attributes of a product.
+#define XPP_PRODUCT_FIELDS(X) \
+  X(batch)                    \
+  X(rows)                     \
+  X(depth)                    \
+  X(columns)                  \
+  X(is_left_turned)           \
+  X(is_right_turned)
 
 #define XPP_NUMBER(number, name) number,
 #define XPP_NAME(number, name) " " #name
@@ -125,6 +139,7 @@ constexpr size_t kRowFields = XPP_ROW_FIELDS(XPP_ONE);
 // All of it, as `native.abi.text` writes it.
 constexpr char kAbi[] =
     "ops" XPP_OPS(XPP_NAME) "\n"
+    "words" XPP_WORDS(XPP_FIELD_NAME) "\n"
     "events" XPP_EVENTS(XPP_NAME) "\n"
     "failures" XPP_FAILURES(XPP_NAME) "\n"
     "directions" XPP_DIRECTIONS(XPP_FIELD_NAME) "\n"
@@ -133,6 +148,7 @@ constexpr char kAbi[] =
     "mark" XPP_MARK_FIELDS(XPP_FIELD_NAME) "\n"
     "route" XPP_ROUTE_FIELDS(XPP_FIELD_NAME) "\n"
     "row" XPP_ROW_FIELDS(XPP_FIELD_NAME) "\n"
-    "stats" XPP_STATS_FIELDS(XPP_FIELD_NAME) "\n";
+    "stats" XPP_STATS_FIELDS(XPP_FIELD_NAME) "\n"
+    "product" XPP_PRODUCT_FIELDS(XPP_FIELD_NAME) "\n";
 
 }  // namespace xla_pp

@@ -1,5 +1,6 @@
-// What Python calls, with C's types only. No function throws. A text is copied into
-// the caller's buffer of `capacity` bytes, cut if need be; its length is returned.
+// The functions that Python calls, with C's types only. No function throws. A text is
+// copied into the caller's buffer of `capacity` bytes, cut if need be; its length is
+// returned.
 
 #include <algorithm>
 #include <cstring>
@@ -28,29 +29,32 @@ using Seconds = std::chrono::duration<double>;
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Returns a text of what Python must agree on.
+// Returns the text of the interface, which Python compares with its own.
 const char* xpp_abi() { return kAbi; }
 
-// Returns the length of what is wrong, 0 for success.
+// Returns the length of an error, 0 for success.
 int64_t xpp_register(const void* get_api, const char* target, int32_t op, char* error,
                      int64_t capacity) {
   return CopyText(RegisterHandler(get_api, target, static_cast<Op>(op)), error,
                   capacity);
 }
 
-void xpp_use_blas(void* multiply, void* set_threads) {
+// Returns the handler of an op, for other XLAs than torch_xla's.
+const void* xpp_handler(int32_t op) { return HandlerOf(static_cast<Op>(op)); }
+
+void xpp_use_blas(void* multiply, void* set_threads, int64_t max_parts) {
   UseBlas({reinterpret_cast<decltype(Blas::multiply)>(multiply),
-           reinterpret_cast<decltype(Blas::set_threads)>(set_threads)});
+           reinterpret_cast<decltype(Blas::set_threads)>(set_threads), max_parts});
 }
 
 void xpp_start_recording() { TheRecorder().Start(); }
 
-// Returns how many records there are; `out` gets them if its capacity is enough.
+// Returns the number of records; copies them to `out` if its capacity suffices.
 int64_t xpp_stop_recording(Record* out, int64_t capacity) {
   return static_cast<int64_t>(TheRecorder().Stop(out, static_cast<size_t>(capacity)));
 }
 
-// Returns the engine's number, or 0 with what is wrong in `error`.
+// Returns the engine's number, or 0 with an error in `error`.
 int64_t xpp_open(int32_t rank, int32_t num_devices, double timeout_s, const char* token,
                  const char* host, char* error, int64_t capacity) {
   EngineConfig config;

@@ -7,8 +7,8 @@
 
 namespace xla_pp {
 
-// A part of an array: runs of bytes at regular distances. In a message the runs lie
-// one after the other.
+// A part of an array: runs of bytes at regular distances. In a message the runs follow
+// one another.
 struct Box {
   struct Level {
     size_t count = 0;

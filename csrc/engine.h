@@ -1,8 +1,8 @@
 // Sends and receives the messages of one process group.
 //
 // Law: programs of one device run in the order in which they were enqueued, so a
-// receive must never wait for what its own device does later. Between ranks the
-// schedule keeps it; for a message to oneself the caller checks that the send was
+// receive must never wait for a later program of its own device. Between ranks the
+// schedule ensures that; for a message to oneself the caller checks that the send was
 // enqueued first.
 #pragma once
 
@@ -26,7 +26,7 @@
 
 namespace xla_pp {
 
-// What every member of the job knows and nobody else.
+// A secret of the members of the job.
 using Token = std::array<char, 16>;
 
 struct EngineConfig {
@@ -38,24 +38,24 @@ struct EngineConfig {
 
 class Engine {
  public:
-  // `make_link` gets the events that its link calls.
+  // `make_link` gets the events for its link to call.
   Engine(const EngineConfig& config,
          const std::function<std::unique_ptr<Link>(LinkEvents)>& make_link);
   ~Engine();
 
   std::string Address() const { return link_->Address(); }
-  // `pid` is the peer's process, which is looked at from time to time: on one host UCX
-  // takes a process that was killed for alive until its exit code is collected. 0 if it
-  // is not on this host.
+  // `pid` is the peer's process, which is checked from time to time: on one host, UCX
+  // considers a killed process alive until its exit code is collected. 0 if it is not
+  // on this host.
   void Connect(int peer, const std::string& address, int pid = 0);
 
   // Called by the send op of each device, with a message of its own; `peer` is the
-  // group rank that gets it. Never fails: what is wrong is told by `inbox().failure`.
+  // group rank that gets it. Never fails: `inbox().failure` returns errors.
   void Send(int peer, Message message);
 
-  // Tells the job of an error of this rank, and ends its own receives. Every rank
-  // passes the first report of a generation on to its peers, so it reaches all ranks
-  // that are connected in some way, also those whose Python waits inside of XLA.
+  // Reports an error of this rank to the job, and ends its own receives. Every rank
+  // forwards the first report of a generation to its peers, so it reaches all ranks
+  // that are connected in some way, also those whose Python waits inside XLA.
   //
   // Format of a report: rank, type of the error and context, a line each, then the
   // text.
@@ -67,10 +67,10 @@ class Engine {
   // benchmarks of a slow network.
   void Delay(int device, std::chrono::duration<double> time);
 
-  // Returns what deserves a log entry since the last call, a line each.
+  // Returns messages to be logged since the last call, a line each.
   std::vector<std::string> TakeNotices();
 
-  // Parts from the peers. Returns whether all that was sent has arrived.
+  // Disconnects from the peers. Returns whether all that was sent has arrived.
   bool Close(std::chrono::duration<double> timeout);
 
   Inbox& inbox() { return inbox_; }

@@ -1,5 +1,5 @@
-// The engines of this process by number: XLA passes the ops of its programs nothing but
-// buffers.
+// The engines of this process by number: XLA passes nothing but buffers to the ops of
+// its programs.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
-// Threads for what may block.
+// Threads for tasks that may block.
 //
-// Whoever completes the future of an op runs the rest of the op's program, on its own
-// thread and perhaps up to a collective in which the program waits for other devices.
-// So each completion needs a thread that nothing else waits for.
+// The thread that completes the future of an op runs the rest of the op's program,
+// perhaps up to a collective in which the program waits for other devices. So each
+// completion needs a thread that nothing else waits for.
 #pragma once
 
 #include <functional>

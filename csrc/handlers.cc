@@ -1,8 +1,11 @@
 // The ops of XLA programs that send and receive, as handlers of XLA's FFI.
 //
-// Receive: the route, int64[] (see abi.h) → shards, a token.
+// Receive: the route (see abi.h) → shards, a token.
 // Send: the route, shards → a token.
-// Begin, end: a mark, int64[3] (see abi.h), whatever must be there before → a token.
+// Begin, end: a mark (see abi.h), values to be computed before → a token.
+//
+// Routes and marks are int32[], two words for each number, low words first: in memory
+// the same as int64[].
 //
 // A token is an int32[1] without a meaning: a program that returns it keeps the op.
 
@@ -19,6 +22,7 @@
 #include "abi.h"
 #include "engine.h"
 #include "engines.h"
+#include "pages.h"
 #include "products.h"
 #include "recorder.h"
 #include "xla/ffi/api/ffi.h"
@@ -38,7 +42,7 @@ struct Route : RouteFields {
 
 constexpr size_t kFirstSent = 1;  // operand of the send op
 
-// One piece of a value, as it lies on this rank.
+// One piece of a value, and its place on this rank.
 struct Row {
   size_t tensor;
   int64_t source;  // the sender's device
@@ -124,7 +128,8 @@ Route RouteOf(const ffi::AnyBuffer& buffer, size_t num_tensors) {
   const size_t row = kRowFields + 2 * static_cast<size_t>(route.num_levels);
   route.holders = fields + kRouteFields;
   route.rows = route.holders + num_holders;
-  route.num_rows = (buffer.element_count() - kRouteFields - num_holders) / row;
+  const size_t num_numbers = buffer.size_bytes() / sizeof(int64_t);
+  route.num_rows = (num_numbers - kRouteFields - num_holders) / row;
   return route;
 }
 
@@ -161,7 +166,7 @@ Box WholeBox(const Shard& shard) { return {0, shard.size, {}}; }
 
 // Returns which parts of this rank's shards the messages hold.
 //
-// If the values lie alike on both ranks these are whole shards, each of its owner; the
+// If both ranks shard the values in the same way, these are whole shards of owners; the
 // tile is then the owner's number, too.
 std::vector<Row> ContentOf(const Route& route, const std::vector<Shard>& shards) {
   if (!route.is_alike()) return RowsOf(route);
@@ -230,6 +235,7 @@ ffi::Future Receive(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets 
     const auto buffer = *rets.get<ffi::AnyBuffer>(i).value();
     AppendText(buffer, &request.layout.text);
     shards.push_back(ShardOf(buffer));
+    AskForLargePages(shards.back().data, shards.back().size);
     request.results.push_back(
         {shards.back().data, shards.back().size, FillingOf(buffer.element_type())});
   }
@@ -267,7 +273,7 @@ ffi::Future Receive(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets 
   return future;
 }
 
-// Tells the recorder that a program of an action begins or ends.
+// Notes in the recorder that a program of an action begins or ends.
 ffi::Error Mark(Event event, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   ClearToken(rets);
   const auto mark = args.get<ffi::AnyBuffer>(0).value();
@@ -304,6 +310,10 @@ XLA_FFI_DEFINE_HANDLER(kEnd, End, ffi::Ffi::Bind().RemainingArgs().RemainingRets
 XLA_FFI_Handler* const kHandlers[] = {kSend, kReceive, kBegin, kEnd, ProductHandler()};
 
 }  // namespace
+
+const void* HandlerOf(Op op) {
+  return reinterpret_cast<const void*>(kHandlers[static_cast<int32_t>(op)]);
+}
 
 std::string RegisterHandler(const void* get_api, const std::string& target, Op op) {
   const auto* api = reinterpret_cast<const XLA_FFI_Api* (*)()>(get_api)();

@@ -23,7 +23,7 @@ std::string Text(Seconds time) {
 }
 
 // Lets `fill` write the values of a receive and completes it: here if its op still
-// runs, as it is then this call that it waits for.
+// runs, as the op then waits for this call.
 void Complete(Request request, const std::function<void(const Request&)>& fill) {
   if (request.is_running) {
     fill(request);
@@ -120,7 +120,7 @@ bool Inbox::AllArrived(const Group& group) {
   return true;
 }
 
-// Returns what is wrong with the messages of a group that is being received.
+// Returns the error of the messages of a group that is being received.
 std::optional<std::string> Inbox::FaultOf(const Key& key, const Group& group) const {
   for (const auto& [device, part] : group.parts) {
     const bool is_known =

@@ -9,10 +9,10 @@
 //   messages of all of the sender's devices are here. XLA:CPU aborts the process when
 //   devices reach a collective too far apart.
 // * A receive never fails its program. After a failure every receive of that
-//   generation completes at once, filled with NaN or -1, and the failure is told by
-//   `failure`. A failed program would stop on one device while another one already
+//   generation completes at once, filled with NaN or -1, and `failure` returns the
+//   reason. A failed program would stop on one device while another one already
 //   waits for it in a collective.
-// * Nothing here waits, but `Settle`, which only the main thread calls. Callbacks run
+// * Nothing here waits except `Settle`, which only the main thread calls. Callbacks run
 //   without the lock. `done` runs the rest of a program; it is called by the op itself
 //   or on a thread of its own.
 #pragma once
@@ -104,7 +104,7 @@ class Inbox {
   // Forgets everything of older generations.
   void Advance(uint64_t generation);
 
-  // Fails what waits for too long; returns when to look again.
+  // Fails receives that wait for too long; returns when to check again.
   Clock::time_point Expire();
 
   // Waits until `count` receives of a generation have completed on all devices;

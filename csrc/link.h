@@ -10,7 +10,7 @@
 
 namespace xla_pp {
 
-// What a link tells its user. All calls come from the link's own thread.
+// The events of a link. All calls come from the link's own thread.
 struct LinkEvents {
   std::function<void(std::string_view header, Bytes payload)> arrived;
   std::function<void(int peer, const std::string& reason)> lost;

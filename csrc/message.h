@@ -1,4 +1,4 @@
-// What two ranks send each other: names, layouts and bytes.
+// Messages between two ranks: names, layouts and bytes.
 #pragma once
 
 #include <cstddef>
@@ -45,7 +45,7 @@ struct Edge {
   }
 };
 
-// One message. Equal names within a generation are told apart by their number: the
+// One message. Equal names within a generation differ in their number: the
 // nth receive of a name gets the nth send of it, whatever the order of arrival.
 struct Key {
   uint64_t generation = 0;
@@ -68,7 +68,7 @@ std::string Describe(const Key& key);
 
 constexpr size_t kMaxText = 512;
 
-// What both sides of a message must agree on.
+// The layout on which both sides of a message must agree.
 struct Layout {
   int32_t num_devices = 0;
   uint64_t digest = 0;  // of global shapes, dtypes and shardings

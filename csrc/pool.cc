@@ -6,6 +6,8 @@
 #include <new>
 #include <vector>
 
+#include "pages.h"
+
 namespace xla_pp {
 namespace {
 
@@ -28,6 +30,7 @@ class Pool {
     }
     auto* block = static_cast<char*>(std::malloc(kSmallest << bucket));
     if (!block) throw std::bad_alloc();
+    AskForLargePages(block, kSmallest << bucket);
     return block;
   }
 

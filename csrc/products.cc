@@ -1,7 +1,8 @@
 // The op of XLA programs that multiplies matrices, as a handler of XLA's FFI.
 //
-// Two matrices of floats → their product, all flat and in the order of rows. The
-// attributes give the sides of the product and which factors are stored transposed.
+// Two matrices of floats → their product, all flat and in the order of rows; or a batch
+// of each, one after the other. The attributes give the number of products, their sides
+// and which factors are stored transposed.
 
 #include "products.h"
 
@@ -17,7 +18,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Multiplications that are worth a thread of their own.
+// The multiplications that are worth a thread of their own.
 constexpr int64_t kWorthAThread = int64_t{1} << 21;
 
 Blas the_blas;
@@ -41,8 +42,8 @@ struct Range {
 
 // Computes the part of a product that is in these rows and columns, on this thread.
 //
-// BLAS takes what is in the order of rows for the transposed matrix in the order of
-// columns, so it is asked for the transposed product, with the factors exchanged.
+// BLAS reads a matrix in the order of rows as the transposed one in the order of
+// columns, so it is called for the transposed product, with the factors exchanged.
 void Multiply(const Product& product, Range rows, Range columns) {
   const auto& [left, right, result, height, depth, width, is_left_turned,
                is_right_turned] = product;
@@ -53,35 +54,51 @@ void Multiply(const Product& product, Range rows, Range columns) {
   const int right_step = static_cast<int>(is_right_turned ? depth : width);
   const int result_step = static_cast<int>(width);
   const float one = 1, zero = 0;
-  const int num_threads = the_blas.set_threads(1);
+  const int num_threads = the_blas.set_threads ? the_blas.set_threads(1) : 0;
   the_blas.multiply(is_right_turned ? "T" : "N", is_left_turned ? "T" : "N", &m, &n, &k,
                     &one, right + columns.begin * (is_right_turned ? depth : 1),
                     &right_step, left + rows.begin * (is_left_turned ? 1 : depth),
                     &left_step, &zero, result + rows.begin * width + columns.begin,
                     &result_step);
-  the_blas.set_threads(num_threads);
+  if (the_blas.set_threads) the_blas.set_threads(num_threads);
 }
 
-// Cuts the longer side of the result into a part for each of XLA's threads.
+// Returns the product at a place of a batch.
+Product At(const Product& first, int64_t place) {
+  Product product = first;
+  product.left += place * first.rows * first.depth;
+  product.right += place * first.depth * first.columns;
+  product.result += place * first.rows * first.columns;
+  return product;
+}
+
+// Cuts the batch, or the longer side of the result, into a part for each of the
+// device's cores, each for a thread of XLA's.
 ffi::Future Run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> left,
                 ffi::Buffer<ffi::F32> right, ffi::ResultBuffer<ffi::F32> result,
-                int64_t rows, int64_t depth, int64_t columns, int64_t is_left_turned,
-                int64_t is_right_turned) {
+                int64_t batch, int64_t rows, int64_t depth, int64_t columns,
+                int64_t is_left_turned, int64_t is_right_turned) {
   const Product product{
       left.typed_data(), right.typed_data(),  result->typed_data(), rows, depth,
       columns,           is_left_turned != 0, is_right_turned != 0};
-  const int64_t length = std::max(rows, columns);
-  const int64_t num_parts = std::clamp<int64_t>(
-      rows * depth * columns / kWorthAThread, 1, std::min(pool.num_threads(), length));
+  const int64_t length = batch > 1 ? batch : std::max(rows, columns);
+  const int64_t num_parts =
+      std::clamp<int64_t>(batch * rows * depth * columns / kWorthAThread, 1,
+                          std::min({pool.num_threads(), the_blas.max_parts, length}));
   auto promise = std::make_shared<ffi::Promise>();
   auto num_left = std::make_shared<std::atomic<int64_t>>(num_parts);
   ffi::Future future(*promise);
   const auto run = [=](int64_t part) {
     const int64_t begin = length * part / num_parts;
     const Range range{begin, length * (part + 1) / num_parts - begin};
-    const bool is_tall = rows == length;
-    Multiply(product, is_tall ? range : Range{0, rows},
-             is_tall ? Range{0, columns} : range);
+    const bool is_tall = rows >= columns;
+    if (batch == 1) {
+      Multiply(product, is_tall ? range : Range{0, rows},
+               is_tall ? Range{0, columns} : range);
+    }
+    for (int64_t place = begin; batch > 1 && place < begin + range.size; ++place) {
+      Multiply(At(product, place), {0, rows}, {0, columns});
+    }
     if (--*num_left == 0) promise->SetAvailable();
   };
   for (int64_t part = 1; part < num_parts; ++part) {
@@ -97,6 +114,7 @@ XLA_FFI_DEFINE_HANDLER(kRun, Run,
                            .Arg<ffi::Buffer<ffi::F32>>()
                            .Arg<ffi::Buffer<ffi::F32>>()
                            .Ret<ffi::Buffer<ffi::F32>>()
+                           .Attr<int64_t>("batch")
                            .Attr<int64_t>("rows")
                            .Attr<int64_t>("depth")
                            .Attr<int64_t>("columns")

@@ -1,5 +1,7 @@
-// Products of matrices with the BLAS library that PyTorch brings along.
+// Products of matrices with a BLAS library of the process.
 #pragma once
+
+#include <cstdint>
 
 #include "xla/ffi/api/c_api.h"
 
@@ -10,11 +12,14 @@ struct Blas {
   void (*multiply)(const char*, const char*, const int*, const int*, const int*,
                    const float*, const float*, const int*, const float*, const int*,
                    const float*, float*, const int*) = nullptr;
-  // Sets how many threads the calls of this thread use; returns the number before.
+  // Sets how many threads the calls of this thread use; returns the number before. None
+  // if the library has one thread for each call.
   int (*set_threads)(int) = nullptr;
+  // Into how many parts a product is cut at most: the cores for one device.
+  int64_t max_parts = 1;
 };
 
-// Says where the functions are; before the first product.
+// Sets the functions; called before the first product.
 void UseBlas(Blas blas);
 
 XLA_FFI_Handler* ProductHandler();

@@ -1,4 +1,4 @@
-// Notes when programs begin, end, send and receive, while somebody wants to know.
+// Notes when programs begin, end, send and receive, while it is on.
 //
 // One for the process: XLA passes handlers nothing but buffers. While it is off, a note
 // costs the load of a flag.
@@ -19,14 +19,14 @@ namespace xla_pp {
 
 class Recorder {
  public:
-  // Begins with nothing noted.
+  // Switches it on, without notes.
   void Start() {
     const std::lock_guard<std::mutex> lock(mutex_);
     records_.clear();
     is_on_ = true;
   }
 
-  // Returns the number of records, and hands them out if there is room for all.
+  // Returns the number of records, and copies them to `out` if all fit.
   size_t Stop(Record* out, size_t capacity) {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_on_ = false;

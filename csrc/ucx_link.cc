@@ -88,7 +88,7 @@ ucp_context_h MakeContext(const std::string& host) {
                                                                ucp_config_release);
   SetUnlessGiven(config, "NET_DEVICES", InterfaceTowards(host));
   SetUnlessGiven(config, "KEEPALIVE_INTERVAL", "1s");
-  // Else UCX leaves shared memory out, as endpoints are to notice the peer's death.
+  // Otherwise UCX leaves shared memory out, as endpoints must notice the peer's death.
   SetUnlessGiven(config, "POSIX_ERROR_HANDLING", "y");
   SetUnlessGiven(config, "SYSV_ERROR_HANDLING", "y");
   ucp_params_t params{};
@@ -99,7 +99,7 @@ ucp_context_h MakeContext(const std::string& host) {
   return context;
 }
 
-// All calls to UCX but those of the constructor are made by one thread.
+// All calls to UCX except those of the constructor are made by one thread.
 class UcxLink : public Link {
  public:
   UcxLink(const std::string& host, LinkEvents events)
@@ -306,7 +306,7 @@ class UcxLink : public Link {
   static void OnSent(void* request, ucs_status_t, void* user_data) {
     auto* held =
         static_cast<std::pair<UcxLink*, std::shared_ptr<Outgoing>>*>(user_data);
-    held->first->num_pending_ -= 1;  // a failure is told by OnError
+    held->first->num_pending_ -= 1;  // OnError reports a failure
     delete held;
     ucp_request_free(request);
   }
@@ -362,7 +362,7 @@ class UcxLink : public Link {
     newly_lost_.push_back(endpoint);
   }
 
-  // Tells of lost peers, not from within UCX's callbacks.
+  // Reports lost peers, not from within UCX's callbacks.
   void ReportLost() {
     std::vector<Endpoint*> lost;
     lost.swap(newly_lost_);
@@ -394,7 +394,7 @@ class UcxLink : public Link {
   std::vector<std::function<void()>> commands_;
   bool is_open_ = true;
 
-  // Of the thread.
+  // On the thread.
   std::map<int, Endpoint> endpoints_;
   std::vector<Endpoint*> newly_lost_;
   std::vector<void*> closing_;

@@ -27,11 +27,14 @@ autodoc_typehints_format = "short"
 nitpicky = True
 # Made and taken by the package alone.
 nitpick_ignore = [
+    ("py:class", "torch_xla_pp.advice.findings.Loaded"),
     ("py:class", "torch_xla_pp.checkpoint.parts.SavedStage"),
     ("py:class", "torch_xla_pp.graph.captured.Baked"),
     ("py:class", "torch_xla_pp.graph.prepare.Prepared"),
     ("py:class", "torch_xla_pp.mesh.job_axes.MeshLayout"),
+    ("py:class", "torch_xla_pp.planner.parameter_rules.HasRules"),
     ("py:class", "torch_xla_pp.planner.report.ReportedPlan"),
+    ("py:class", "torch_xla_pp.planner.strategies.Strategy"),
     ("py:class", "torch_xla_pp.runtime.stage_model.TracedModel"),
     ("py:class", "torch_xla_pp.timeline.timeline.Timeline"),
     ("py:class", "torch_xla_pp.transport.process_group.XlaPpProcessGroup"),

@@ -28,7 +28,7 @@ RULES = presets.ep("expert") | xpp.AxisRules(
 
 
 class Experts(nn.Module):
-    """Send each token through the expert that its gate likes best.
+    """Experts, to each of which go the tokens that its gate likes best.
 
     An expert has room for twice its fair share of a microbatch; tokens that find no
     room pass by. All shapes are fixed, as XLA needs it.

@@ -12,9 +12,10 @@ X`: the mean cross-entropy per character of held-out text, in nats.
 """
 
 import argparse
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -70,10 +71,19 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def batch(text: Tensor, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    starts = torch.randint(len(text) - LENGTH - 1, (rows,), generator=generator)
-    chunk = torch.stack([text[s : s + LENGTH + 1] for s in starts.tolist()])
-    return chunk[:, :-1].contiguous(), chunk[:, 1:].contiguous()
+def windows(text: Tensor) -> TensorDataset:
+    chunks = text.unfold(0, LENGTH + 1, LENGTH)
+    return TensorDataset(chunks[:, :-1], chunks[:, 1:])
+
+
+def batches(data: TensorDataset, rows: int, step: int) -> Iterator[list[Tensor]]:
+    """Yield batches from a step on; each epoch is shuffled by its number."""
+    per_epoch = math.ceil(len(data) / rows)
+    for epoch in itertools.count(step // per_epoch):
+        order = torch.Generator().manual_seed(epoch)
+        loader = DataLoader(data, rows, shuffle=True, generator=order)
+        yield from itertools.islice(loader, step % per_epoch, None)
+        step = 0
 
 
 def main() -> None:
@@ -122,31 +132,32 @@ def main() -> None:
         output = run(*((x.to(device),) if is_first else ()), **target)
         return output, sum(loss.item() for loss in losses) / args.microbatches
 
-    generator = torch.Generator().manual_seed(1)
-    extra = {"step": 0, "batches": generator.get_state()}
+    extra = {"step": 0}
     state = xpp.checkpoint.State(stages=stages, optimizer=optimizer, extra=extra)
     if args.checkpoint and (last := xpp.checkpoint.latest(args.checkpoint)):
         xpp.checkpoint.load(state, last)
-        generator.set_state(extra["batches"])
     start = extra["step"]
     bar = tqdm(
         range(start, args.steps), "compiling", disable=not is_last, mininterval=1
     )
     ends = []
-    for step in bar:
-        _, loss = call(schedule.step, *batch(train, args.batch, generator))
+    drawn = batches(windows(train), args.batch, start)
+    for step, (x, y) in zip(bar, drawn, strict=False):
+        # The last batch of an epoch is short.
+        x, y = xpp.pad_batch(schedule, x, y, rows=args.batch)  # xpp
+        _, loss = call(schedule.step, x, y)
         optimizer.step()
         optimizer.zero_grad()
         ends.append(time.perf_counter())
         bar.set_description("training" if len(ends) > 1 else "compiling", refresh=False)
         bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
         if args.checkpoint and ((step + 1) % 50 == 0 or step + 1 == args.steps):
-            extra |= {"step": step + 1, "batches": generator.get_state()}
+            extra["step"] = step + 1
             folder = f"{args.checkpoint}/step-{step + 1}"
             xpp.checkpoint.save(state, folder, keep_last=2)
 
-    windows = TensorDataset(*batch(held_out, 4 * args.batch - 5, generator))
-    loader = DataLoader(windows, args.batch)
+    unseen = TensorDataset(*windows(held_out)[: 4 * args.batch - 5])
+    loader = DataLoader(unseen, args.batch)
     first = next(iter(loader))
     for _ in range(2):  # the first recording compiles
         with xpp.profile_step(schedule) as profile:  # xpp
@@ -162,12 +173,12 @@ def main() -> None:
         print(f"{speed:,.0f} tokens/s, bubble {bubble:.1%}, {sizes} MiB on a device")
     val_loss = 0.0
     for x, y in loader:  # the last batch is short
-        share = len(x) / len(windows)
+        share = len(x) / len(unseen)
         x, y = xpp.pad_batch(schedule, x, y, rows=args.batch)  # xpp
         val_loss += share * call(schedule.eval, x, y)[1]
 
     # Continue held-out text: the rank of the last stage picks each next character.
-    window = first[0]
+    window, generator = first[0], torch.Generator().manual_seed(1)
     for _ in range(LENGTH):
         output, _ = call(schedule.eval, window, window)
         following = torch.zeros(args.batch, 1, dtype=torch.long)

@@ -16,7 +16,7 @@ class _Kept(logging.Handler):
 
 @contextlib.contextmanager
 def logged() -> Iterator[list[str]]:
-    """Collect the texts that the package logs inside of the context."""
+    """Collect the texts that the package logs inside the context."""
     logger, kept = logging.getLogger("torch_xla_pp"), _Kept()
     logger.addHandler(kept)
     try:

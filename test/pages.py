@@ -26,6 +26,8 @@ from torch_xla_pp.testing import Worlds
 
 DOCS = ROOT / "docs"
 PURE = (
+    "how-to/advice.md",
+    "how-to/attention-kernel.md",
     "how-to/choose-a-schedule.md",
     "how-to/plan.md",
     "how-to/write-a-schedule.md",
@@ -47,7 +49,7 @@ _MARK = "\x1e"
 
 
 class Block(NamedTuple):
-    """Hold the code of a block and what the page says that it prints."""
+    """The code of a block, and its output in the page."""
 
     code: str
     shown: str

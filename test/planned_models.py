@@ -61,7 +61,7 @@ class GPT(nn.Module):
 
 
 class Skipping(nn.Module):
-    """Values skip over the middle, as in a U-Net; a norm writes its statistics."""
+    """A U-Net, whose values skip the middle; a norm writes its statistics."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -223,7 +223,7 @@ def tensor_programs(names: list[str]) -> st.SearchStrategy[list[tuple[str, int, 
 
 @st.composite
 def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> Tiling:
-    """Any way in which a value of a shape may lie on one to eight devices."""
+    """Any layout of a value of a shape on one to eight devices."""
     grid = tuple(draw(st.sampled_from((1, 1, 2, 3, 4))) for _ in shape)
     while math.prod(grid) > 8:
         grid = (1, *grid[1:]) if grid[0] > 1 else (1, *grid[2:], 1)
@@ -235,7 +235,7 @@ def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> Tiling:
 
 @st.composite
 def resharded(draw: st.DrawFn) -> tuple[Tiling, Tiling]:
-    """Two ways in which one value may lie; sizes need not divide."""
+    """Two layouts of one value; sizes need not divide."""
     shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
     return draw(tilings(shape)), draw(tilings(shape))
 
@@ -246,23 +246,26 @@ def work_graphs(draw: st.DrawFn, max_works: int = 6) -> WorkGraph:
     count = draw(st.integers(1, max_works))
     names = [f"w{i}" for i in range(count)]
     sizes = st.integers(0, 1000)
-    values = []
+    values: list[WorkValue] = []
     for place, name in enumerate(names):
         users = tuple(user for user in names[place + 1 :] if draw(st.booleans()))
         kept_by, passed_by = (
             tuple(user for user in (name, *users) if draw(st.booleans()))
             for _ in range(2)
         )
+        producer = draw(st.sampled_from([name, name, None]))
+        viewed = [v.name for v in values if producer in (v.producer, *v.users)]
         values.append(
             WorkValue(
                 name=f"v{place}",
                 bytes_per_row=draw(sizes),
                 bytes=draw(sizes),
                 has_gradient=draw(st.booleans()),
-                producer=draw(st.sampled_from([name, name, None])),
+                producer=producer,
                 users=users,
                 kept_by=tuple(user for user in kept_by if user != name),
                 passed_by=tuple(user for user in passed_by if user != name),
+                view_of=draw(st.sampled_from([None, *viewed])) if producer else None,
             )
         )
     return WorkGraph(

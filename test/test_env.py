@@ -24,16 +24,32 @@ def test_the_transport_is_one_that_there_is_or_left_open(
         env.transport(names)
 
 
-def test_products_are_those_of_torch_unless_the_user_chooses(
+def test_products_are_the_best_ones_unless_the_user_chooses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TORCH_XLA_PP_PRODUCTS", raising=False)
-    assert env.products() == "torch"
-    monkeypatch.setenv("TORCH_XLA_PP_PRODUCTS", "xla")
-    assert env.products() == "xla"
+    assert env.products() is None
+    for name in ("openblas", "torch", "xla"):
+        monkeypatch.setenv("TORCH_XLA_PP_PRODUCTS", name)
+        assert env.products() == name
     monkeypatch.setenv("TORCH_XLA_PP_PRODUCTS", "mkl")
     with pytest.raises(ValueError, match="TORCH_XLA_PP_PRODUCTS: expected one of"):
         env.products()
+
+
+@pytest.mark.parametrize("before", [None, "Haswell"])
+def test_kernels_of_openblas_are_the_users_choice_first(
+    monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    if before:
+        monkeypatch.setenv("OPENBLAS_CORETYPE", before)
+    with env.openblas_choices("SkylakeX"):
+        assert os.environ["OPENBLAS_CORETYPE"] == (before or "SkylakeX")
+        assert os.environ["OPENBLAS_NUM_THREADS"] == "1"
+    assert os.environ.get("OPENBLAS_CORETYPE") == before
+    assert "OPENBLAS_NUM_THREADS" not in os.environ
 
 
 def test_flags_for_xla_are_added_to_the_users_and_never_replace_them(
@@ -123,3 +139,16 @@ def test_what_is_no_plan_is_refused(
     monkeypatch.setenv("TORCH_XLA_PP_PLAN", str(path))
     with pytest.raises(ValueError, match="expected a file that PipelinePlan.to_json"):
         env.set_defaults()
+
+
+def test_a_compiler_of_other_devices_inherits_nothing_of_those_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("XLA_FLAGS", "TPU_VISIBLE_CHIPS", "TORCH_XLA_PP_DUMP_DIR"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("HOME", "/home/me")
+    found = env.for_compiler("/tmp/logs")
+    assert {"XLA_FLAGS", "TPU_VISIBLE_CHIPS"}.isdisjoint(found)
+    assert not any(name.startswith("TORCH_XLA_PP_") for name in found)
+    assert (found["HOME"], found["TMPDIR"]) == ("/home/me", "/tmp/logs")
+    assert found["TPU_SKIP_MDS_QUERY"] == "1"

@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from scripts import run_script
+from torch import nn
 from torchrun import ROOT, torchrun
 
 from torch_xla_pp.checkpoint import latest
@@ -13,15 +15,20 @@ from torch_xla_pp.testing import Worlds
 pytestmark = pytest.mark.worlds
 
 SMALL = ("--steps", "6", "--batch", "16", "--microbatches", "4")
+TRAIN_GPT = ROOT / "examples" / "train_gpt.py"
 
 
-def test_train_gpt_learns_and_says_what_it_does_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    script = ROOT / "examples" / "train_gpt.py"
+@pytest.fixture(scope="module")
+def printed() -> str:
+    """What train_gpt prints under ZBV."""
     schedule = ("--schedule", "ScheduleZBVZeroBubble")
-    printed = torchrun(script, *SMALL, *schedule, ranks=2, devices=2)
+    with pytest.MonkeyPatch.context() as patch:
+        # torchrun would warn that it sets it.
+        patch.setenv("OMP_NUM_THREADS", "1")
+        return torchrun(TRAIN_GPT, *SMALL, *schedule, ranks=2, devices=2)
+
+
+def test_train_gpt_learns_and_says_what_it_does_and_nothing_else(printed: str) -> None:
     begin, *lines = re.split(r"[\r\n]+", printed.strip())
     assert begin == "ZBVZeroBubble on 2 ranks of 2 devices: tracing the model"
     assert lines[0].startswith("compiling: ")
@@ -39,19 +46,41 @@ def test_train_gpt_learns_and_says_what_it_does_and_nothing_else(
     assert float(last.split()[-1]) < 4.2
 
 
-def test_train_gpt_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_train_gpt_goes_on_from_its_checkpoint(printed: str, tmp_path: Path) -> None:
     """At another schedule, and ends as if there had been no break."""
-    script = ROOT / "examples" / "train_gpt.py"
     small = (*SMALL, "--checkpoint", str(tmp_path))
-    torchrun(script, *small, "--steps", "3", ranks=2, devices=2)
+    torchrun(TRAIN_GPT, *small, "--steps", "3", ranks=2, devices=2)
     assert latest(tmp_path) == tmp_path / "step-3"
     more = ("--schedule", "ZBVZeroBubble")
-    resumed, whole = (
-        torchrun(script, *args, *more, ranks=2, devices=2) for args in (small, SMALL)
-    )
+    resumed = torchrun(TRAIN_GPT, *small, *more, ranks=2, devices=2)
     assert latest(tmp_path) == tmp_path / "step-6"
-    found, expected = (text.strip().split()[-1] for text in (resumed, whole))
+    found, expected = (text.strip().split()[-1] for text in (resumed, printed))
     assert float(found) == pytest.approx(float(expected), abs=2e-3)
+
+
+def test_the_proposals_example_trains_as_one_process_in_eager() -> None:
+    script = ROOT / "examples" / "rfc_simple_linear.py"
+    printed = torchrun(script, ranks=2, devices=2)
+    found = re.fullmatch(r"loss (.*) -> (.*)", printed.strip().splitlines()[-1])
+    assert found, printed
+    torch.manual_seed(42)
+    model = nn.Sequential(
+        nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 3), nn.Linear(3, 3)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.randn(250, 64)
+    means = []
+    for _ in range(8):
+        losses = []
+        for part, y in zip(x.split(64), x[:, :3].argmax(1).split(64), strict=True):
+            loss = nn.functional.cross_entropy(model(part), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        means.append(sum(losses) / len(losses))
+    expected = (means[0], means[-1])
+    assert [float(x) for x in found.groups()] == pytest.approx(expected, abs=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -60,10 +89,11 @@ def test_train_gpt_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
         ("llama_tp", r"a device holds \d+ of \d+ KiB of weights"),
         ("fsdp_deferred", r"a device holds 132 of 519 KiB of weights"),
         ("moe_experts", r"a device holds 2 of 4 experts of a layer"),
+        ("mixtral_experts", r"a device holds 2 of 4 experts of a layer"),
     ],
 )
 def test_examples_of_shardings_learn(worlds: Worlds, name: str, held: str) -> None:
-    if name.startswith("llama"):
+    if name.startswith(("llama", "mixtral")):
         pytest.importorskip("transformers")
     script = ROOT / "examples" / f"{name}.py"
     printed = run_script(worlds, script, ranks=2, devices=2)

@@ -33,13 +33,20 @@ def test_nothing_is_wrong_where_the_tests_run() -> None:
     ("name", "text", "state", "remedy"),
     [
         ("PJRT_DEVICE", "CUP", "wrong", "Set it to one of CPU, TPU"),
+        ("PJRT_DEVICE", "CUDA", "wrong", "Install torch_xla_cuda_plugin"),
+        ("PJRT_DEVICE", "CPU", "ok", ""),
         ("CPU_NUM_DEVICES", "two", "wrong", "number of devices of a rank"),
         ("CPU_NUM_DEVICES", "4", "ok", ""),
         ("TORCH_XLA_PP_TIMEOUT_S", "0", "wrong", "a positive number of seconds"),
         ("TORCH_XLA_PP_TIMEOUT_S", "5", "ok", ""),
         ("TORCH_XLA_PP_TRANSPORT", "tcp", "wrong", "expected one of"),
         ("TORCH_XLA_PP_TIMEOUT", "5", "wrong", "Did you mean TORCH_XLA_PP_TIMEOUT_S?"),
-        ("TORCH_XLA_PP_X", "5", "wrong", "There are TORCH_XLA_PP_DUMP_DIR"),
+        (
+            "TORCH_XLA_PP_X",
+            "5",
+            "wrong",
+            "There are TORCH_XLA_PP_CHIPS, TORCH_XLA_PP_DUMP_DIR",
+        ),
     ],
 )
 def test_variables_that_mean_nothing_are_found(

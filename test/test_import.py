@@ -206,3 +206,14 @@ def test_no_name_is_hidden_by_a_part_of_the_package() -> None:
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(AttributeError, match="'torch_xla_pp' has no attribute 'Pip'"):
         xpp.Pip  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("room", ["cpu", "runtime", "xla_compat", "transport"])
+def test_each_room_can_be_imported_first(room: str) -> None:
+    """Whichever loads torch_xla, what XLA reads is set then."""
+    script = f"""
+import torch_xla_pp.{room}
+import os, torch_xla_pp
+print(os.environ["XLA_FLAGS"])
+"""
+    assert "xnnpack=false" in run(script)

@@ -11,9 +11,9 @@ pytestmark = pytest.mark.pure
 PACKAGE = "torch_xla_pp"
 ROOT = Path(__file__).parent.parent / PACKAGE
 LAYERS = (
-    ("errors", "env", "text", "record", "local_job"),
-    ("work", "mesh", "schedule", "timeline", "xla_compat", "dump"),
-    ("hlo", "native"),
+    ("errors", "env", "text", "record", "phases", "local_job"),
+    ("work", "mesh", "schedule", "timeline", "xla_compat", "dump", "accelerators"),
+    ("hlo", "native", "advice"),
     ("cpu", "deferred", "transport"),
     ("graph", "world"),
     ("plan", "simulate", "torch_compat"),
@@ -23,9 +23,9 @@ LAYERS = (
     ("runtime",),
     ("checkpoint", "profile", "launch", "parity"),
     ("torch_pipe",),
-    ("tracing", "planned", "health"),
+    ("tracing", "planned", "health", "retracing", "length_buckets", "padding"),
     ("pipe", "spmd"),
-    ("measuring",),
+    ("measuring", "fitting"),
     ("cli",),
     ("on_import",),
     ("__init__", "__main__"),
@@ -35,7 +35,8 @@ LAYER_OF = {name: i for i, names in enumerate(LAYERS) for name in names}
 PURE = {"work", "mesh", "hlo", "graph", "plan", "schedule", "timeline", "simulate"}
 PURE |= {"planner"}
 # These do not even need torch.
-PLAIN = {"record", "work", "schedule", "timeline", "simulate", "planner"}
+PLAIN = {"record", "phases", "work", "schedule", "timeline", "simulate", "planner"}
+PLAIN |= {"accelerators", "advice"}
 EFFECTS = ("torch_xla", "_XLAC", "torch.distributed")
 XLA_PRIVATE = "xla_compat.py"
 GROUPS_PRIVATE = "transport/gloo_compat.py"

@@ -78,3 +78,63 @@ def test_a_name_that_is_there_twice_is_found() -> None:
         "A": ["x.py", "y.py"]
     }
     assert twice([("_A", "x.py"), ("_A", "y.py")]) == {}
+
+
+Definition = ast.ClassDef | ast.FunctionDef
+
+
+def definitions(body: Iterable[ast.stmt]) -> Iterator[Definition]:
+    """Yield classes and functions, those within them included."""
+    for node in body:
+        if isinstance(node, Definition):
+            yield node
+            yield from definitions(node.body)
+
+
+def first_lines(source: str) -> Iterator[tuple[bool, str, str]]:
+    """Yield the first lines of docstrings, of whom, and whether that is a class."""
+    for node in definitions(ast.parse(source).body):
+        text = ast.get_docstring(node, clean=False)
+        if text and not any("property" in ast.dump(d) for d in node.decorator_list):
+            yield isinstance(node, ast.ClassDef), node.name, text.partition("\n")[0]
+
+
+def is_command(line: str, verbs: Iterable[str]) -> bool:
+    """Distinguish "Say how …" and "Says how …" from "A text of …" and "Sums over …"."""
+    word, _, rest = line.partition(" ")
+    if word in verbs:
+        return True
+    stems = {word.removesuffix("s"), word.removesuffix("es"), word[:-3] + "y"}
+    is_plural = rest.startswith(("of ", "per ", "over ", "between ", "that ", "which "))
+    return word.endswith("s") and not (is_plural or stems.isdisjoint(verbs))
+
+
+def commands_of_classes(sources: Iterable[str]) -> dict[str, str]:
+    """Return the classes whose docstrings begin as those of functions do."""
+    lines = [line for source in sources for line in first_lines(source)]
+    verbs = {line.split()[0] for is_class, _, line in lines if not is_class}
+    return {
+        name: line
+        for is_class, name, line in lines
+        if is_class and is_command(line, verbs)
+    }
+
+
+def test_docstrings_of_classes_are_nouns() -> None:
+    assert commands_of_classes(path.read_text() for path in files()) == {}
+
+
+def test_a_command_in_the_docstring_of_a_class_is_found() -> None:
+    source = '''
+class A:
+    """{}"""
+    @property
+    def size(self): """Size of all."""
+    def hold(self): """Hold one."""
+    def copy(self): """Copy one."""
+    def leave(self): """Pass on."""
+'''
+    for line in "Hold one.", "Holds one.", "Copies a value.", "Passes on a value.":
+        assert commands_of_classes([source.format(line)]) == {"A": line}
+    for line in "Copies of values.", "Size of one.", "A pass over a graph.":
+        assert commands_of_classes([source.format(line)]) == {}

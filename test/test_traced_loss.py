@@ -1,4 +1,4 @@
-"""What a trace tells besides the model's own work: losses, unknown operations."""
+"""What a trace reports besides the model's own work: losses, unknown operations."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -157,7 +157,7 @@ def test_a_model_that_cannot_be_traced_gives_one_error(
     script = tmp_path / "models.py"
     script.write_text(SCRIPT)
     assert main(["plan", f"{script}:choosing", "--rows", "8", "--ranks", "2"]) == 1
-    told = capsys.readouterr().err
-    assert "error: trace_work: expected a model that torch.export traces" in told
+    message = capsys.readouterr().err
+    assert "error: trace_work: expected a model that torch.export traces" in message
     # The line that is at fault.
-    assert "if x.sum() > 0 else" in told
+    assert "if x.sum() > 0 else" in message

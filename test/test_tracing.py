@@ -142,3 +142,33 @@ def test_works_add_up_to_the_stages_of_any_split(name: str) -> None:
     for parts in cuts:
         pipe = xpp.pipeline(model, args, plan=plan_of(work, parts))
         assert sizes_of(work, parts) == sizes_in(pipe.stage_graph), parts
+
+
+class Product(torch.autograd.Function):
+    """A product with a constant of its own, and a backward of two products."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight + torch.arange(4.0, device=x.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), x.t() @ grad
+
+
+class ByHand(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Product.apply(self.first(x), self.second.weight)
+
+
+def test_a_function_with_its_own_backward_counts_as_what_it_does() -> None:
+    work = trace_work(ByHand(), (torch.ones(2, 4),))
+    product = 2 * 2 * 4 * 4
+    assert sum(x.forward.of(work.rows)[0] for x in work.works) == 2 * product
+    assert work.unknown_ops == {}

@@ -13,6 +13,7 @@ from torch_xla_pp.on_import import prepare_process
 
 if TYPE_CHECKING:
     from torch_xla_pp import checkpoint
+    from torch_xla_pp.advice import Advice, advise
     from torch_xla_pp.deferred import deferred_init, materialize
     from torch_xla_pp.errors import (
         CheckpointError,
@@ -23,12 +24,16 @@ if TYPE_CHECKING:
         TransportError,
         TransportTimeout,
     )
-    from torch_xla_pp.graph import pipeline_yield, shard
+    from torch_xla_pp.fitting import Fit, fit
+    from torch_xla_pp.graph import attention, pipeline_yield, shard
     from torch_xla_pp.health import doctor
     from torch_xla_pp.launch import device, init_device_mesh
+    from torch_xla_pp.length_buckets import LengthBuckets
     from torch_xla_pp.measuring import measure_work
     from torch_xla_pp.mesh import AxisRules, striped_positions
+    from torch_xla_pp.padding import pad_batch
     from torch_xla_pp.parity import verify
+    from torch_xla_pp.phases import note_phases
     from torch_xla_pp.pipe import Pipe, pipeline
     from torch_xla_pp.planner import PipelinePlan, make_plan
     from torch_xla_pp.profile import profile_step
@@ -38,7 +43,6 @@ if TYPE_CHECKING:
         clip_grad_norm_,
         losses,
         metrics,
-        pad_batch,
     )
     from torch_xla_pp.schedule import Action, Schedule
     from torch_xla_pp.spmd import spmd_pipeline
@@ -46,8 +50,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Action",
+    "Advice",
     "AxisRules",
     "CheckpointError",
+    "Fit",
+    "LengthBuckets",
     "Pipe",
     "PipelineError",
     "PipelinePlan",
@@ -59,17 +66,21 @@ __all__ = [
     "StageShapeError",
     "TransportError",
     "TransportTimeout",
+    "advise",
+    "attention",
     "checkpoint",
     "clip_grad_norm_",
     "deferred_init",
     "device",
     "doctor",
+    "fit",
     "init_device_mesh",
     "losses",
     "make_plan",
     "materialize",
     "measure_work",
     "metrics",
+    "note_phases",
     "pad_batch",
     "pipeline",
     "pipeline_yield",
@@ -82,6 +93,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "advice": ("Advice", "advise"),
     "deferred": ("deferred_init", "materialize"),
     "errors": (
         "CheckpointError",
@@ -92,12 +104,16 @@ _HOMES = {
         "TransportError",
         "TransportTimeout",
     ),
-    "graph": ("pipeline_yield", "shard"),
+    "fitting": ("Fit", "fit"),
+    "graph": ("attention", "pipeline_yield", "shard"),
     "health": ("doctor",),
     "launch": ("device", "init_device_mesh"),
+    "length_buckets": ("LengthBuckets",),
     "measuring": ("measure_work",),
     "mesh": ("AxisRules", "striped_positions"),
+    "padding": ("pad_batch",),
     "parity": ("verify",),
+    "phases": ("note_phases",),
     "pipe": ("Pipe", "pipeline"),
     "planner": ("PipelinePlan", "make_plan"),
     "profile": ("profile_step",),
@@ -107,7 +123,6 @@ _HOMES = {
         "clip_grad_norm_",
         "losses",
         "metrics",
-        "pad_batch",
     ),
     "schedule": ("Action", "Schedule"),
     "spmd": ("spmd_pipeline",),

@@ -1,4 +1,4 @@
-"""Write down what a run has made, for people who look into it."""
+"""Dumps of what a run has made, for inspection."""
 
 import logging
 from collections.abc import Callable
@@ -11,8 +11,8 @@ _logger = logging.getLogger(__name__)
 def dump(name: str, text: Callable[[], str]) -> None:
     """Write a text into this rank's folder of `TORCH_XLA_PP_DUMP_DIR`, if that is set.
 
-    The text is made only then, and replaces one of the same name. A run goes on if it
-    cannot be written.
+    The text is made only then, and replaces one of the same name. If it cannot be
+    written, the run goes on.
     """
     folder = env.dump_dir()
     if folder is None:

@@ -4,16 +4,17 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Collection
+import socket
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
-ProductsName = Literal["torch", "xla"]
+ProductsName = Literal["openblas", "torch", "xla"]
 _Choice = TypeVar("_Choice", bound=str)
 
 DEFAULT_TIMEOUT_S = 600.0
 
-# Variables by which the user tells glibc's malloc what to do, see mallopt(3).
+# Variables by which the user configures glibc's malloc, see mallopt(3).
 _MALLOC = (
     "GLIBC_TUNABLES",
     "MALLOC_ARENA_MAX",
@@ -23,6 +24,7 @@ _MALLOC = (
 )
 
 _OWN = (
+    "TORCH_XLA_PP_CHIPS",
     "TORCH_XLA_PP_DUMP_DIR",
     "TORCH_XLA_PP_PLAN",
     "TORCH_XLA_PP_PRODUCTS",
@@ -30,7 +32,10 @@ _OWN = (
     "TORCH_XLA_PP_TRANSPORT",
 )
 
-# Variables by which the user tells torch_xla to analyse what it compiles.
+# Variables that a process which compiles for other devices does not inherit.
+_OF_DEVICES = ("TORCH_XLA_PP_", "TPU_", "CLOUD_TPU_")
+
+# Variables by which the user makes torch_xla analyse what it compiles.
 _ANALYSIS = ("PT_XLA_DEBUG", "PT_XLA_DEBUG_LEVEL", "PT_XLA_DEBUG_FILE")
 _OPEN_FILE = re.compile(r"/proc/(?P<process>\d+)/fd/\d+")
 
@@ -41,7 +46,7 @@ def variables() -> tuple[str, ...]:
 
 
 def given(*names: str) -> dict[str, str]:
-    """Return those of some variables that are set."""
+    """Return which of some variables are set."""
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
@@ -52,12 +57,12 @@ def unknown() -> list[str]:
 
 
 def set_defaults() -> None:
-    """Set what torch_xla reads when it is loaded, unless the user has set it.
+    """Set variables that torch_xla reads when it is loaded, unless the user has.
 
     XLA's partitioner prints one notice of its future removal per compiled program;
     errors are still printed. With `TORCH_XLA_PP_DUMP_DIR` XLA writes its programs, too.
-    torch_xla tells what memory programs need in its analyses alone: they go to a file
-    without a name. What CPU devices need besides is set by `cpu.prepare_client`.
+    torch_xla reports the memory of programs only in its analyses: they go to a file
+    without a name. `cpu.prepare_client` sets what CPU devices need in addition.
 
     Raises:
         ValueError: `TORCH_XLA_PP_PLAN` names no plan.
@@ -68,6 +73,34 @@ def set_defaults() -> None:
     folder = dump_dir()
     if folder is not None and add_xla_flag("xla_dump_to", str(folder / "hlo")):
         add_xla_flag("xla_dump_hlo_as_text", "true")
+
+
+def host_chips() -> str:
+    """Return the devices of the host as stated, empty if they are not stated.
+
+    Set by `TORCH_XLA_PP_CHIPS`.
+    """
+    return os.environ.get("TORCH_XLA_PP_CHIPS", "")
+
+
+def local_rank() -> tuple[int, int]:
+    """Return the number of this rank on its host, and of ranks there, by torchrun."""
+    number, count = (
+        int(os.environ.get(name, default))
+        for name, default in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+    )
+    return number, count
+
+
+def host_name() -> str:
+    """Return a text that identifies this rank's host: its number, by torchrun."""
+    return os.environ.get("GROUP_RANK") or socket.gethostname()
+
+
+def set_missing(values: Mapping[str, str]) -> None:
+    """Set variables that are not set."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
 
 
 def add_xla_flag(name: str, value: str) -> bool:
@@ -84,14 +117,14 @@ def add_xla_flag(name: str, value: str) -> bool:
 
 
 def enlarge_pool(num_threads: int) -> int:
-    """Let the client that torch_xla makes next have a pool of enough threads.
+    """Give the client that torch_xla makes next a pool of enough threads.
 
-    Sets `PJRT_NPROC`, which it takes the size from: each of its two pools, one for
-    programs and one for what a program does in parallel, has as many threads.
+    Sets `PJRT_NPROC`, which determines the size: each of its two pools, one for
+    programs and one for parallel work within a program, has that many threads.
 
     Args:
-        num_threads: How many it needs at least. More are left as they are, by cores
-            or as the user has set `PJRT_NPROC`.
+        num_threads: How many it needs at least. If it would have more, by cores or by
+            the user's `PJRT_NPROC`, nothing is changed.
 
     Returns:
         How many it will have.
@@ -115,6 +148,12 @@ def device_kind() -> str:
     return os.environ.get("PJRT_DEVICE", "").partition("_")[0]
 
 
+def stand_in_for(num_devices: int) -> None:
+    """Give the client that torch_xla makes next CPU devices in place of others."""
+    os.environ["PJRT_DEVICE"] = "CPU"
+    os.environ["CPU_NUM_DEVICES"] = str(num_devices)
+
+
 def num_cpu_devices() -> int:
     """Return how many devices a CPU client made now gets."""
     with contextlib.suppress(KeyError, ValueError):
@@ -125,7 +164,7 @@ def num_cpu_devices() -> int:
 def _keep_analyses() -> None:
     """Let torch_xla analyse each compilation, into a file that ends with the process.
 
-    A process that this one starts inherits the variables, and makes a file of its own.
+    A process that this one starts inherits the variables, and makes its own file.
     """
     found = _OPEN_FILE.fullmatch(os.environ.get("PT_XLA_DEBUG_FILE", ""))
     is_ours = found is not None and found["process"] == str(os.getpid())
@@ -138,7 +177,7 @@ def _keep_analyses() -> None:
 
 
 def _take_devices() -> None:
-    """Let this rank have as many CPU devices as `TORCH_XLA_PP_PLAN` has planned."""
+    """Give this rank the number of CPU devices in the plan of `TORCH_XLA_PP_PLAN`."""
     path = os.environ.get("TORCH_XLA_PP_PLAN", "")
     if not path:
         return
@@ -181,12 +220,12 @@ def timeout_s() -> float:
 
 
 def transport(names: Collection[str]) -> str | None:
-    """Return the transport that the user asks for, None for the best there is.
+    """Return the transport that the user chose, None for the best one.
 
     Set by `TORCH_XLA_PP_TRANSPORT`.
 
     Args:
-        names: Those that there are.
+        names: The names of transports.
 
     Raises:
         ValueError: The variable names none of them.
@@ -194,25 +233,56 @@ def transport(names: Collection[str]) -> str | None:
     return _choice("TORCH_XLA_PP_TRANSPORT", tuple(names))
 
 
-def products() -> ProductsName:
-    """Return whose library multiplies matrices on a CPU device, if there is a choice.
+def products() -> ProductsName | None:
+    """Return the library that multiplies matrices on CPU devices, None for the best.
 
-    Set by `TORCH_XLA_PP_PRODUCTS`; the default is `torch`.
+    Set by `TORCH_XLA_PP_PRODUCTS`.
 
     Raises:
-        ValueError: The variable holds anything else than `torch` or `xla`.
+        ValueError: The variable names none of them.
     """
     names: tuple[ProductsName, ...] = get_args(ProductsName)
-    return _choice("TORCH_XLA_PP_PRODUCTS", names) or "torch"
+    return _choice("TORCH_XLA_PP_PRODUCTS", names)
+
+
+def openblas_kernels() -> str | None:
+    """Return the kernels that the user has chosen for OpenBLAS, None for no choice.
+
+    Set by `OPENBLAS_CORETYPE`, which OpenBLAS itself reads.
+    """
+    return os.environ.get("OPENBLAS_CORETYPE") or None
+
+
+@contextlib.contextmanager
+def openblas_choices(kernels: str) -> Iterator[None]:
+    """Let an OpenBLAS that is loaded in the block use one thread and some kernels.
+
+    Args:
+        kernels: Its name of the kernels, unless the user has chosen others.
+    """
+    wanted = {
+        "OPENBLAS_CORETYPE": openblas_kernels() or kernels,
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, text in before.items():
+            if text is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = text
 
 
 def malloc_choices() -> tuple[str, ...]:
-    """Return the variables by which the user has told malloc what to do."""
+    """Return the variables by which the user has configured malloc."""
     return tuple(name for name in _MALLOC if name in os.environ)
 
 
 def _choice(name: str, choices: tuple[_Choice, ...]) -> _Choice | None:
-    """Return what a variable holds, None if it is not set."""
+    """Return the value of a variable, None if it is not set."""
     text = os.environ.get(name, "")
     if text and text not in choices:
         raise ValueError(
@@ -223,7 +293,7 @@ def _choice(name: str, choices: tuple[_Choice, ...]) -> _Choice | None:
 
 
 def dump_dir() -> Path | None:
-    """Return where this rank writes what it makes, None if it does not.
+    """Return the folder of this rank's dumps, None if it writes none.
 
     Set by `TORCH_XLA_PP_DUMP_DIR`, in which each rank has a folder.
     """
@@ -243,10 +313,10 @@ def is_rank() -> bool:
 
 
 def launch() -> str:
-    """Return what tells this launch of the job from others, as torchrun numbers them.
+    """Return the number of this launch of the job, by torchrun.
 
-    When torchrun starts ranks again, as one has failed or hosts have come or gone, it
-    keeps the store: what the ranks before have set there is found by those after them.
+    When torchrun restarts ranks, as one has failed or hosts have joined or left, it
+    keeps the store: the new ranks find the values that the ranks before have set there.
     """
     size, attempt = (
         os.environ.get(name, "0")
@@ -255,7 +325,40 @@ def launch() -> str:
     return f"{size} ranks, attempt {attempt}"
 
 
+def tpu_library() -> Path | None:
+    """Return the library for TPUs that `TPU_LIBRARY_PATH` names, None if it is not set.
+
+    torch_xla reads that variable, too.
+    """
+    found = os.environ.get("TPU_LIBRARY_PATH", "")
+    return Path(found).absolute() if found else None
+
+
+def for_compiler(folder: str) -> dict[str, str]:
+    """Return the environment of a process that compiles for devices that are not here.
+
+    Flags for the XLA of this process would end it, and chips of this process are not
+    its own. libtpu would query the cloud's metadata server for minutes, and take a
+    lock, as if it used the host's chips, that lets no second libtpu run.
+
+    Args:
+        folder: Folder for its files, such as logs.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "XLA_FLAGS" and not name.startswith(_OF_DEVICES)
+    }
+    return {
+        **kept,
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TMPDIR": folder,
+    }
+
+
 def cache_dir() -> Path:
-    """Return where facts about installed libraries are kept between runs."""
+    """Return the folder in which facts about installed libraries are cached."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "torch_xla_pp"

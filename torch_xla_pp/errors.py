@@ -1,8 +1,8 @@
 """Errors that a caller of torch_xla_pp may want to catch.
 
 Faulty arguments raise `ValueError` or `TypeError` as everywhere in PyTorch; the
-classes below are for faults that concern the job as a whole. Every text says what
-is wrong, what was expected, what was found, and what to do.
+classes below are for faults that concern the job as a whole. Every message says what is
+wrong, what was expected, what was found, and what to do.
 """
 
 

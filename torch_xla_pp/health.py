@@ -1,12 +1,13 @@
-"""Whether a machine can run pipelines: what is wrong, and how to mend it.
+"""Whether a machine can run pipelines: what is wrong, and how to fix it.
 
-The checks need neither torch nor devices, so that they work where those do not. The
+The checks need neither torch nor devices, so that they work where these do not. The
 last one, the *ping*, runs a small pipeline in two ranks of its own and shows what the
 first error of it was.
 """
 
 import difflib
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import os
@@ -28,7 +29,13 @@ from torch_xla_pp.text import bytes_text, seconds_text
 CheckState = Literal["ok", "note", "wrong"]
 
 _VERSIONS = {"torch": "2.9.", "torch_xla": "2.9.", "libucx-cu12": "1."}
-_DEVICES = ("CPU", "TPU", "NEURON", "CUDA")
+# Kind of devices → the package that torch_xla drives them by.
+_DEVICES = {
+    "CPU": "torch_xla",
+    "TPU": "libtpu",
+    "NEURON": "libneuronxla",
+    "CUDA": "torch_xla_cuda_plugin",
+}
 _LEAST_SHM_BYTES = 256 << 20
 _LEAST_FILES = 512
 _PING = "torch_xla_pp ping "
@@ -36,12 +43,12 @@ _PING = "torch_xla_pp ping "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """What was looked at, and what was found.
+    """The result of one check.
 
     Args:
-        name: What was looked at.
-        state: "ok"; "note", what may be as it is but costs something; or "wrong".
-        found: What there is.
+        name: What was checked.
+        state: "ok"; "note" for what works, but at a cost; or "wrong".
+        found: What was found.
         remedy: What to do, empty if nothing is to be done.
     """
 
@@ -53,7 +60,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """What `doctor` has found; prints as a list."""
+    """The results of `doctor`; prints as a list."""
 
     checks: tuple[Check, ...]
 
@@ -73,18 +80,18 @@ class Diagnosis:
 
 
 def doctor(*, ping: bool = True, timeout_s: float = 300.0) -> Diagnosis:
-    """Look whether this machine can run pipelines.
+    """Check whether this machine can run pipelines.
 
     Checks versions, the compiled library with UCX and the compiler, ports, shared
     memory, thread pools, open files, and environment variables; then runs a pipeline of
     two ranks on CPU devices, in processes of its own.
 
     Args:
-        ping: Whether to run it, which takes about ten seconds.
+        ping: Whether to run that pipeline, which takes about ten seconds.
         timeout_s: How long it may take.
 
     Returns:
-        What was found; `print` it.
+        The results; `print` them.
 
     Example:
         >>> print(xpp.doctor(ping=False))
@@ -211,14 +218,24 @@ def _open_files() -> Iterator[Check]:
     )
 
 
+def _is_installed(kind: str) -> bool:
+    if kind == "TPU" and env.tpu_library() is not None:
+        return True
+    return importlib.util.find_spec(_DEVICES[kind]) is not None
+
+
 def _devices() -> Iterator[Check]:
     kind, count = env.device_kind(), env.given("CPU_NUM_DEVICES")
-    known = not kind or kind in _DEVICES
+    remedy = ""
+    if kind and kind not in _DEVICES:
+        remedy = f"Set it to one of {', '.join(_DEVICES)}."
+    elif kind and not _is_installed(kind):
+        remedy = f"Install {_DEVICES[kind]}, or set it to CPU."
     yield Check(
         name="PJRT_DEVICE",
-        state="ok" if known else "wrong",
+        state="wrong" if remedy else "ok",
         found=kind or "not set: what torch_xla finds, else CPU",
-        remedy="" if known else f"Set it to one of {', '.join(_DEVICES)}.",
+        remedy=remedy,
     )
     for name, text in count.items():
         is_count = text.isdigit() and int(text) > 0
@@ -231,7 +248,7 @@ def _devices() -> Iterator[Check]:
 
 
 def _variables() -> Iterator[Check]:
-    """Look for variables of this package that have no meaning or a wrong value."""
+    """Check for variables of this package with unknown names or wrong values."""
     known = env.variables()
     for name in env.unknown():
         close = difflib.get_close_matches(name, known, 1, 0.85)
@@ -295,16 +312,16 @@ def _ping(timeout_s: float) -> Check:
             remedy="Mend what the checks above say; else see docs/how-to/doctor.md.",
         )
     lines = [line for line in ended[0].output.splitlines() if line.startswith(_PING)]
-    told = json.loads(lines[-1].removeprefix(_PING))
-    is_in_graph = told["transport"] == "in_graph"
+    answer = json.loads(lines[-1].removeprefix(_PING))
+    is_in_graph = answer["transport"] == "in_graph"
     wanted = "host" in env.given("TORCH_XLA_PP_TRANSPORT").values()
     return Check(
         name="ping",
         state="ok" if is_in_graph or wanted else "note",
-        found=f"2 ranks of {told['devices']} CPU devices trained a step through "
-        f"{told['transport']} in {seconds}; a message and its answer take "
-        f"{seconds_text(told['answer_s'])}",
-        remedy="" if is_in_graph or wanted else told["why"],
+        found=f"2 ranks of {answer['devices']} CPU devices trained a step through "
+        f"{answer['transport']} in {seconds}; a message and its answer take "
+        f"{seconds_text(answer['answer_s'])}",
+        remedy="" if is_in_graph or wanted else answer["why"],
     )
 
 
@@ -339,18 +356,18 @@ def answer_ping() -> None:
         else:
             dist.recv(x, 0)
             dist.send(x, 0)
-    told = {
+    answer = {
         "transport": of_group(None).transport.name,
         "devices": env.num_cpu_devices(),
         "answer_s": (time.monotonic() - begin) / rounds,
         "why": " ".join(warnings.texts),
     }
-    print(_PING + json.dumps(told), flush=True)
+    print(_PING + json.dumps(answer), flush=True)
     dist.destroy_process_group()
 
 
 class _Messages(logging.Handler):
-    """Keeps what is logged."""
+    """A handler that keeps log messages."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,11 +14,11 @@ from typing import IO
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankResult:
-    """How a rank ended.
+    """The end of a rank.
 
     Args:
-        code: Its exit code, None if it had to be ended.
-        output: What it printed, empty if that was not asked for.
+        code: Its exit code, None if it had to be killed.
+        output: Its output, empty unless `is_quiet`.
     """
 
     code: int | None
@@ -34,15 +34,15 @@ def run_locally(
     is_quiet: bool = False,
     variables: Mapping[str, str] | None = None,
 ) -> list[RankResult]:
-    """Run Python in every rank of a job; wait for all, and end those that are late.
+    """Run Python in every rank of a job; wait for all, and kill those that are late.
 
     Args:
         arguments: What follows `python`.
         ranks: Number of ranks.
-        devices: CPU devices of each, None for what the environment says.
+        devices: CPU devices of each, None for those of the environment.
         timeout_s: How long to wait, None for ever.
-        is_quiet: Whether to keep what they print, in place of showing it.
-        variables: Environment variables of all ranks besides.
+        is_quiet: Whether to keep their output, in place of showing it.
+        variables: Further environment variables of all ranks.
 
     Returns:
         How each rank ended.
@@ -76,7 +76,7 @@ def run_locally(
 
 
 def _own_environment() -> dict[str, str]:
-    """Return the environment without what a launcher says of a job around this one."""
+    """Return the environment without the variables of a launcher around this job."""
     return {
         name: text
         for name, text in os.environ.items()
@@ -85,7 +85,7 @@ def _own_environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port of this host that nobody listens on."""
+    """Return a port of this host on which no process listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -1,8 +1,8 @@
-"""Measure what the parts of a model take on this machine, for a planner.
+"""Measure the times of a model's parts on this machine, for a planner.
 
 Every work of the model runs as a stage of its own, all of them on this rank, and the
-model runs as one stage. What works take more together than the one stage does is what
-starting their programs takes.
+model runs as one stage. The difference between the sum of works and the one stage is
+the time to start their programs.
 """
 
 import copy
@@ -46,7 +46,7 @@ def measure_work(
     steps: int = 7,
     group: dist.ProcessGroup | None = None,
 ) -> MeasuredCosts:
-    """Run each part of a model on this rank's device, and return what it takes.
+    """Run each part of a model on this rank's device, and return the times.
 
     Called with one device, by a process alone; or by each of several at once in a group
     of its own, so that times are those of a machine that is as busy. It compiles all
@@ -54,16 +54,16 @@ def measure_work(
     left as it is.
 
     Args:
-        work: What `trace_work` made of the model and this example.
+        work: The result of `trace_work` for the model and this example.
         module: The model, with values; it is copied.
         mb_args: Positional arguments of a microbatch with the most rows to measure.
         mb_kwargs: Its keyword arguments.
         loss_fn: Computes the loss from output and target.
         target: The target of the microbatch.
-        rows: Rows to measure; a half and all of the example's if not given. Times
-            hold for up to four times fewer and more.
+        rows: Rows to measure; a half and all of the example's if not given. Times hold
+            for up to four times fewer or more.
         activations: As for `trace_work`.
-        steps: Steps that are measured; the median counts.
+        steps: Number of measured steps; the median counts.
         group: A group of this process alone; None for the default group.
 
     Raises:
@@ -129,11 +129,11 @@ def _seconds(
     loss_fn: Callable[[Any, Any], Any],
     steps: int,
 ) -> _Seconds:
-    """Run steps of all stages, and return what each kind of action takes."""
+    """Run steps of all stages, and return the time of each kind of action."""
     found: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
     args, kwargs, target = pytree.tree_map(_repeated, example)
     kinds: tuple[tuple[Kind, ...], ...] = (("F", "B"), ("F", "I", "W"))
-    # One stage alone has no gradients of inputs to tell apart.
+    # One stage alone has no gradients of inputs, so I and W are not apart.
     for order in kinds[: min(2, len(stages))]:
         table = _table(len(stages), order)
         schedule = ScheduleFromTable(list(stages), table, loss_fn)
@@ -169,7 +169,7 @@ def _table(num_stages: int, order: Sequence[Kind]) -> Schedule:
 def _action_s(
     apart: Sequence[_Seconds], together: Sequence[_Seconds], num_works: int
 ) -> float:
-    """Return by how much a program more makes a forward or a backward longer."""
+    """Return by how much another program makes a forward or a backward longer."""
     if num_works == 1:
         return 0.0
     longer = [
@@ -182,7 +182,7 @@ def _action_s(
 def _works(
     work: WorkGraph, rows: Sequence[int], apart: Sequence[_Seconds], action_s: float
 ) -> tuple[WorkSeconds, ...]:
-    """Return what each kind of work takes; equal works are taken together."""
+    """Return the times of each kind of work; equal works are taken together."""
     alike: defaultdict[str, list[int]] = defaultdict(list)
     for number, item in enumerate(work.works):
         alike[item.digest].append(number)

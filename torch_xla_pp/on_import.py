@@ -1,7 +1,7 @@
-"""What importing the package changes in its process.
+"""The changes that importing the package makes in its process.
 
-All of it is listed in docs/reference/environment.md. Nothing here imports torch, which
-the command line does without.
+All of them are listed in docs/reference/environment.md. Nothing here imports torch,
+which the command line does not need.
 """
 
 import importlib.util
@@ -21,17 +21,30 @@ BACKEND = "xla_pp"
 
 
 def prepare_process() -> None:
-    """Set what torch_xla reads when it is loaded, and make the backend known."""
+    """Set variables that torch_xla reads when loaded, and register the backend."""
     env.set_defaults()
+    if env.host_chips():
+        take_own_chips()
     if not _has_client():
         once_imported("torch_xla", prepare_cpu)
     once_imported("torch.distributed", register_backend)
 
 
-def prepare_cpu() -> None:
-    """Set what XLA reads as it makes a client for CPU devices, if it will be one.
+def take_own_chips() -> None:
+    """Let this rank's client see only its own chips of the host.
 
-    torch_xla settles the kind of devices when it is loaded; the program may make the
+    Raises:
+        ValueError: The ranks cannot share the host's chips.
+    """
+    from torch_xla_pp.accelerators import own_chips
+
+    env.set_missing(own_chips(env.host_chips(), *env.local_rank()))
+
+
+def prepare_cpu() -> None:
+    """Set what XLA reads as it makes a client, if that will be one for CPU devices.
+
+    torch_xla chooses the kind of devices when it is loaded; the program may make the
     client itself right after that.
     """
     from torch_xla_pp import cpu
@@ -40,7 +53,7 @@ def prepare_cpu() -> None:
 
 
 def _has_client() -> bool:
-    """Return whether there is a client, which has read all that it will."""
+    """Return whether there is a client, which has then read all settings."""
     if "torch_xla" not in sys.modules:
         return False
     from torch_xla_pp import xla_compat
@@ -49,7 +62,7 @@ def _has_client() -> bool:
 
 
 def register_backend() -> None:
-    """Make "xla_pp" known to torch.distributed, once."""
+    """Register "xla_pp" with torch.distributed, once."""
     from torch.distributed import Backend
 
     if BACKEND not in Backend.backend_list:
@@ -86,7 +99,7 @@ class _Watch(MetaPathFinder):
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """Return what the other finders do, with the act after the module's code."""
+        """Return the spec of the other finders, which acts after the module's code."""
         if fullname != self._name:
             return None
         sys.meta_path.remove(self)
@@ -99,6 +112,6 @@ class _Watch(MetaPathFinder):
             execute(module)
             self._act()
 
-        # On the loader itself, which others ask for the module's source.
+        # On the loader itself, which is also asked for the module's source.
         setattr(spec.loader, "exec_module", execute_and_act)  # noqa: B010
         return spec

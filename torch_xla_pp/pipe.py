@@ -4,6 +4,7 @@
 compiled when a schedule of torch.distributed.pipelining runs its first step.
 """
 
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +38,7 @@ from torch_xla_pp.graph import (
     for_each_mode,
     has_mixed_mode,
     in_mode,
+    inputs_in_shapes,
     keep_parameters,
     keep_persistence,
     prepare,
@@ -46,6 +48,7 @@ from torch_xla_pp.graph import (
 )
 from torch_xla_pp.launch import PipelineMesh, device
 from torch_xla_pp.mesh import AxisRules, LogicalAxes, Sharding, unmatched
+from torch_xla_pp.phases import phase
 from torch_xla_pp.plan import StageInputs
 from torch_xla_pp.planned import (
     check_example,
@@ -55,12 +58,18 @@ from torch_xla_pp.planned import (
     planned_schedule,
 )
 from torch_xla_pp.planner import PipelinePlan
+from torch_xla_pp.retracing import Retracing
 from torch_xla_pp.runtime import (
     PipelineStage,
     TracedModel,
     check_plain_module,
 )
-from torch_xla_pp.torch_pipe import SPLIT_MARK, move_factories_to, trace_and_split
+from torch_xla_pp.torch_pipe import (
+    SPLIT_MARK,
+    move_factories_to,
+    noting_code,
+    trace_and_split,
+)
 from torch_xla_pp.torch_pipe import Pipe as _TracedPipe
 from torch_xla_pp.tracing import tracing
 
@@ -68,22 +77,22 @@ from torch_xla_pp.tracing import tracing
 class Pipe(_TracedPipe):
     """A model that was traced and split into stages.
 
-    As `torch.distributed.pipelining.Pipe`, but its stages run on XLA devices. Made
-    by `pipeline`. The first stage's module takes what the model takes and the last
-    one's returns what the model returns; between them, modules take and return
-    tensors as `stage_graph` says.
+    As `torch.distributed.pipelining.Pipe`, but its stages run on XLA devices. Made by
+    `pipeline`. The first stage's module takes the model's arguments and the last one's
+    returns the model's outputs; between them, modules take and
+    return the tensors of `stage_graph`.
 
     Args:
         traced: The traced and split model; this object takes it over.
-        prepared: What was found out about the model before it was split.
+        prepared: Facts about the model before it was split.
         model: The model that was traced; stages have its parameters.
         names: All names of each parameter of the model.
-        activations: What of `AxisRules.activations` the trace has.
+        activations: The `AxisRules.activations` that the trace has.
 
     Attributes:
         stage_graph: The stages and the values that flow between them; with their
             shardings once a stage was built.
-        plan: The plan by which the model was split, None if by none.
+        plan: The plan by which the model was split, None if there is none.
     """
 
     def __init__(
@@ -96,6 +105,7 @@ class Pipe(_TracedPipe):
     ) -> None:
         self._activations = activations
         self._baked: BakedModel | None = None
+        self._retracing: Retracing | None = None
         self.plan: PipelinePlan | None = None
         finish_split(traced.split_gm, prepared)
         super().__init__(
@@ -114,7 +124,7 @@ class Pipe(_TracedPipe):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Run all stages in this process, one after the other.
 
-        Takes what the model takes; returns the leaves of what the model returns, as
+        Takes the model's arguments; returns the leaves of the model's outputs, as
         upstream does.
         """
         for index in range(self.num_stages):
@@ -145,8 +155,8 @@ class Pipe(_TracedPipe):
             device: `xpp.device()`.
             group: Group of the pipeline's ranks; None for the default group.
             mesh: As for `PipelineStage`.
-            sharding: As for `PipelineStage`; of a mapping the first match counts, what
-                nothing matches is replicated.
+            sharding: As for `PipelineStage`; in a mapping the first match counts, and
+                values without a match are replicated.
             batch_axis: As for `PipelineStage`.
             remat: As for `PipelineStage`.
             replicas: As for `PipelineStage`.
@@ -186,6 +196,7 @@ class Pipe(_TracedPipe):
             traced=TracedModel(
                 shapes=shapes,
                 baked=self._baked,
+                retracing=self._retracing,
                 plan="" if self.plan is None else self.plan.digest,
             ),
         )
@@ -199,9 +210,9 @@ class Pipe(_TracedPipe):
         """Make the stages that this rank runs by the plan.
 
         Args:
-            mesh: What `init_device_mesh("xla", plan=plan)` returns.
-            sharding: What the logical axes of the model's parameters and activations
-                are; the plan's presets say how these axes are split.
+            mesh: The result of `init_device_mesh("xla", plan=plan)`.
+            sharding: The logical axes of the model's parameters and activations; the
+                plan's presets determine how these axes are split.
 
         Raises:
             ValueError: The model was not split by a plan, or an argument does not fit.
@@ -237,7 +248,7 @@ class Pipe(_TracedPipe):
         It is torch's class where one has that order, else a `ScheduleFromTable`.
 
         Args:
-            stages: What `build_stages` has returned.
+            stages: The result of `build_stages`.
             loss_fn: As for the schedules of torch.distributed.pipelining.
             **options: Likewise.
 
@@ -256,7 +267,7 @@ class Pipe(_TracedPipe):
         return self.plan
 
     def _without_activations(self, rules: AxisRules) -> AxisRules:
-        """Return the rest of axis rules, as the trace has the activations."""
+        """Return axis rules without activations, which the trace has."""
         if rules.activations and rules.activations != self._activations:
             raise ValueError(
                 "sharding: axis rules: expected the activations that the model was "
@@ -266,17 +277,21 @@ class Pipe(_TracedPipe):
         return replace(rules, activations={})
 
     def _note_shardings(self, stage: PipelineStage) -> None:
-        """Write into the stage graph how the devices of this rank hold each value."""
+        """Write the shardings of values on this rank into the stage graph."""
         first = self.stage_graph.stages[0].inputs
         rows = next((value.shape[0] for value in first if value.shape), 1)
-        self.stage_graph = self.stage_graph.with_shardings(
-            lambda shape, axes: stage.sharding_text(shape, rows, axes)
-        )
+        layout = stage.model.world.layout
+
+        def text(shape: tuple[int, ...], logical: LogicalAxes | None) -> str:
+            axes = layout.partition_of(logical, shape, rows)
+            return f"({', '.join(map(str, axes))})"
+
+        self.stage_graph = self.stage_graph.with_shardings(text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cuts:
-    """What says where to split a model: at most one of these."""
+    """The ways to choose where to split a model, of which at most one is given."""
 
     spec: dict[str, SplitPoint]
     policy: Callable[[fx.GraphModule], fx.GraphModule] | None
@@ -312,20 +327,19 @@ def pipeline(
         mb_args: Example of one microbatch's positional arguments.
         mb_kwargs: Example of its keyword arguments.
         split_spec: Name of a submodule → where to split at it.
-        split_policy: Splits the traced graph in another way; runs before the marks
-            of `pipeline_yield` are looked at.
-        activations: Glob pattern on submodule names → logical axes of what they
-            return; `AxisRules.activations` of the rules for `Pipe.build_stage`.
-        plan: Stages that a planner has chosen; marks in the model then count for
-            nothing.
+        split_policy: Splits the traced graph in another way; runs before the marks of
+            `pipeline_yield` are read.
+        activations: Glob pattern on submodule names → logical axes of their outputs;
+            `AxisRules.activations` of the rules for `Pipe.build_stage`.
+        plan: A plan with the stages; marks in the model are then ignored.
 
     Raises:
         TypeError: The model is wrapped for data parallelism.
         ValueError: The example is not on the model's device; `split_spec` names
             unknown submodules; more than one of `split_spec`, `split_policy` and
             `plan` is given; or `activations` do not fit the model.
-        PlanError: The model cannot be split as its marks say, or is not the one that
-            was planned.
+        PlanError: The model cannot be split at its marks, or is not the one that was
+            planned.
 
     Example:
         >>> pipe = pipeline(model, mb_args=(x,),
@@ -341,11 +355,12 @@ def pipeline(
     activations = dict(activations or {})
     _check_activations(module, activations)
     record_resets(module)
-    pipe = _traced(module, mb_args, mb_kwargs, cuts, activations)
+    with noting_code() as codes:
+        pipe = _traced(module, mb_args, mb_kwargs, cuts, activations)
     if plan is not None:
         check_parameters(plan, _parameter_bytes(pipe))
         pipe.plan = plan
-    is_switched = reads_training(module)
+    is_switched = reads_training(module, codes)
     names = {place.name for place in places_of(module)}
     for stage in _stage_modules(pipe):
         begin_modes(stage, module, is_switched=is_switched)
@@ -363,6 +378,16 @@ def pipeline(
                 refuse_modes(stage, reason)
     dump("stage_graph.txt", pipe.stage_graph.__str__)
     pipe._baked = BakedModel(module)
+    pipe._retracing = Retracing(
+        module,
+        (mb_args, mb_kwargs),
+        parameters=list(inspect.signature(pipe.get_stage_module(0).forward).parameters),
+        names=names,
+        split=lambda model, args, kwargs: _traced(
+            model, args, kwargs, cuts, activations
+        ),
+        stage_graph=pipe.stage_graph,
+    )
     return pipe
 
 
@@ -393,7 +418,7 @@ def _stage_modules(pipe: Pipe) -> list[fx.GraphModule]:
 
 
 def _add_mode(pipe: Pipe, other: Pipe, names: Collection[str], training: bool) -> None:
-    """Give the stages of a pipe those of another pipe as another mode."""
+    """Add the stages of another pipe to those of a pipe, as another mode."""
     if _interface(pipe) != _interface(other):
         raise PlanError("in this mode other values go between the stages")
     for stage, added in zip(_stage_modules(pipe), _stage_modules(other), strict=True):
@@ -401,7 +426,7 @@ def _add_mode(pipe: Pipe, other: Pipe, names: Collection[str], training: bool) -
 
 
 def _interface(pipe: Pipe) -> tuple[Any, ...]:
-    """Return what stages take from each other and from outside."""
+    """Return the inputs of stages from each other and from outside."""
     graph = pipe.stage_graph
     values = [
         [(value.shape, value.dtype) for value in (*stage.inputs, *stage.outputs)]
@@ -410,6 +435,7 @@ def _interface(pipe: Pipe) -> tuple[Any, ...]:
     return values, graph.edges, graph.shared
 
 
+@phase("split")
 def _traced(
     module: nn.Module,
     mb_args: tuple[Any, ...],
@@ -434,12 +460,12 @@ def _traced(
 
 
 def _remat(name: str) -> Remat:
-    """Return how much a stage computes again, as plans write it."""
+    """Return the remat of a stage in the words of plans."""
     return "full" if name == "full" else "none"
 
 
 def _check_devices(module: nn.Module, example: Any) -> None:
-    """Refuse an example that is not where the model is."""
+    """Refuse an example that is on another device than the model."""
     tensors = [x for x in pytree.tree_leaves(example) if isinstance(x, torch.Tensor)]
     homes = {value.device.type for value in [*module.parameters(), *module.buffers()]}
     found = {value.device.type for value in tensors}
@@ -465,10 +491,5 @@ def _check_activations(
 
 
 def _traced_inputs(module: nn.Module) -> list[torch.Tensor] | None:
-    """Return what a traced stage takes, known from its placeholders."""
-    if not isinstance(module, fx.GraphModule):
-        return None
-    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
-    values = [node.meta.get("val") for node in nodes]
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return tensors if len(tensors) == len(values) else None
+    """Return the inputs of a traced stage with the example."""
+    return inputs_in_shapes(module, 0) if isinstance(module, fx.GraphModule) else None

@@ -1,4 +1,4 @@
-"""What a plan says, in the terms of stages, shardings and schedules that run."""
+"""From a plan to stages, shardings and schedules that run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_pp.errors import PlanError
 from torch_xla_pp.graph import GivenStages
-from torch_xla_pp.mesh import AxisRules, presets
-from torch_xla_pp.planner import PipelinePlan
+from torch_xla_pp.mesh import AxisRules, axis_of, presets
+from torch_xla_pp.planner import ParameterRules, PipelinePlan
 from torch_xla_pp.runtime import PipelineStage, ScheduleFromTable
 
 # Orders of actions for which torch has a class.
@@ -43,10 +43,10 @@ def given_stages(plan: PipelinePlan) -> GivenStages:
 
 
 def check_example(plan: PipelinePlan, example: Any) -> None:
-    """Refuse an example of another microbatch than was planned.
+    """Refuse an example that differs from the planned microbatch.
 
     Raises:
-        ValueError: Its first tensor has other rows.
+        ValueError: Its first tensor has another number of rows.
     """
     leaves = pytree.tree_leaves(example)
     shapes = [tuple(x.shape) for x in leaves if isinstance(x, Tensor) and x.dim()]
@@ -75,26 +75,37 @@ def check_parameters(plan: PipelinePlan, num_bytes: int) -> None:
 
 
 def planned_rules(plan: PipelinePlan, rank: int, rules: AxisRules | None) -> AxisRules:
-    """Return how a rank shards its stages.
+    """Return the axis rules of a rank's stages.
 
     Args:
         plan: The plan.
         rank: The rank in its pipeline.
-        rules: The model's patterns.
+        rules: The model's patterns, where the plan has none, or others.
 
     Raises:
         ValueError: The plan splits parameters, and there is no pattern for them.
     """
     names = plan.ranks[rank].rules
+    if plan.rules is not None:
+        rules = _axis_rules(plan.rules) | (rules or AxisRules())
     split = [name for name in names if name in _OF_PARAMETERS]
     if split and (rules is None or not rules.parameters):
         raise ValueError(
             f"build_stages: rank {rank} of the plan splits parameters by "
             f"{' and '.join(split)}: expected AxisRules with patterns that name their "
-            "axes, got none. Pass sharding=AxisRules(parameters={...}), or plan with "
-            "sharding=('dp',)."
+            "axes, got none. Pass sharding=AxisRules(parameters={...}), plan with "
+            "rules=, or with sharding=('dp',)."
         )
     return presets.mix(*(_PRESETS[name]() for name in names)) | (rules or AxisRules())
+
+
+def _axis_rules(rules: ParameterRules) -> AxisRules:
+    """Return the rules that a plan was made with."""
+    return AxisRules(
+        axes={name: axis_of(axes) for name, axes in rules.axes.items()},
+        parameter_axes={n: axis_of(axes) for n, axes in rules.parameter_axes.items()},
+        parameters=rules.parameters,
+    )
 
 
 def planned_schedule(

@@ -1,7 +1,7 @@
 """Frozen dataclasses as JSON, and back.
 
 Fields may be numbers, texts, truth values, None, tuples, mappings with texts as keys,
-and such dataclasses. What does not fit is told all at once, each fault with its path:
+and such dataclasses. All faults are listed at once, each with its path:
 `works[3].forward.flops`.
 """
 
@@ -19,7 +19,7 @@ _FORMAT = "format"
 
 
 def text_of(source: str | Path) -> str:
-    """Return a text, which is known by its line ends, or that in a file."""
+    """Return a text, which is recognised by its line ends, or that in a file."""
     is_text = isinstance(source, str) and "\n" in source
     return str(source) if is_text else Path(source).read_text()
 
@@ -29,7 +29,7 @@ def to_json(value: Any, text_format: str, path: str | Path | None) -> str:
 
     Args:
         value: The dataclass.
-        text_format: What the text calls itself, such as "torch_xla_pp plan 1".
+        text_format: The name of the format in the text, such as "torch_xla_pp plan 1".
         path: A file to write as well, None for none.
     """
     record = {_FORMAT: text_format, **_plain(value)}
@@ -69,7 +69,7 @@ def from_json(kind: type[_T], source: str | Path, text_format: str) -> _T:
 
 
 def _plain(value: Any) -> Any:
-    """Turn dataclasses, mappings and tuples into what JSON has."""
+    """Convert dataclasses, mappings and tuples to values of JSON."""
     if dataclasses.is_dataclass(value):
         kind: Any = type(value)
         return {
@@ -84,12 +84,12 @@ def _plain(value: Any) -> Any:
 
 
 def _number_or(kind: Any, item: Any) -> Any:
-    """Write a whole number as 1.0 where the field may have others, too."""
+    """Write a whole number as 1.0 if the field may also have fractions."""
     return float(item) if kind is float else _plain(item)
 
 
 def _read(kind: Any, data: Any, path: str, faults: list[str]) -> Any:
-    """Return what `data` stands for, and note what does not fit."""
+    """Return the value that `data` stands for, and note all faults."""
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
         if data is None:
@@ -175,7 +175,7 @@ def _fault(path: str, expected: str, data: Any, faults: list[str]) -> None:
 
 @cache
 def _fields_of(kind: Any) -> tuple[dict[str, Any], set[str]]:
-    """Return the types of a dataclass's fields, and which of them must be given."""
+    """Return the types of a dataclass's fields, and the fields that must be given."""
     hints = get_type_hints(kind)
     fields = dataclasses.fields(kind)
     none = dataclasses.MISSING

@@ -1,14 +1,14 @@
-"""A pipeline inside of one SPMD program, for stages that are all alike.
+"""A pipeline inside one SPMD program, for equal stages.
 
 The weights of all stages are stacked along a dimension that is split over a mesh axis,
 and so is a buffer with one microbatch for each stage. One iteration applies every stage
-to its part of the buffer and shifts the buffer by one stage, which XLA does by a
-permutation between devices. With R repeats the layers are cut into R * S groups, stage
-s has groups s, S + s, 2S + s, …, and a microbatch goes R times around.
+to its part of the buffer and shifts the buffer by one stage, by a collective-permute
+between devices. With R repeats the layers are cut into R * S groups, stage s has groups
+s, S + s, 2S + s, …, and a microbatch goes R times around.
 
-What this cannot do is why the rest of this package exists: stages must be equal, the
-order is GPipe's, in which all microbatches are alive until the backward, and devices
-compute in the bubble as well, on values that nobody uses.
+Its limits are why the rest of this package exists: stages must be equal, the order is
+GPipe's, in which all microbatches are live until the backward, and devices also compute
+in the bubble, on values that are not used.
 
 Source: Xu et al., GSPMD (2021), section 3.3, and the circular pipelines of praxis and
 MaxText.
@@ -38,7 +38,7 @@ class SpmdPipeline(nn.Module):
         num_stages: Number of stages.
         num_microbatches: Number of microbatches.
         num_repeats: How often a microbatch passes all stages.
-        axes: Logical axes of what layers take and return.
+        axes: Logical axes of the layers' inputs and outputs.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SpmdPipeline(nn.Module):
     def axis_rules(self, axis: str) -> AxisRules:
         """Return rules that split the stages over an axis of the mesh.
 
-        Rules for what is inside of a layer are added with `|`; its parameters have
+        Rules for what is inside a layer are added with `|`; its parameters have
         three more dimensions in front: the stage, the repeat, the layer of the stage.
         """
         return AxisRules(
@@ -133,14 +133,14 @@ class SpmdPipeline(nn.Module):
         return shard(value, *[None] * num_leading, AXIS, *axes)
 
     def _entry(self, time: int, entries: Tensor, shifted: Sequence[Tensor]) -> Tensor:
-        """Return what the first stage takes, in the first of the buffer's places."""
+        """Return the first stage's input, in the first of the buffer's places."""
         count = self.num_microbatches
         if time < count:
             return entries[time]
         return shifted[time - count + self.num_stages - 1]
 
     def _weights(self, time: int, stage: Tensor) -> Mapping[str, Tensor]:
-        """Return what each stage uses now, `(S, layers, …)`.
+        """Return the weights that each stage uses now, `(S, layers, …)`.
 
         Stage s is in repeat `(time - s) // num_microbatches`: stages are in the same
         one or, up to some stage, in the next.
@@ -180,7 +180,7 @@ def spmd_pipeline(
     num_repeats: int = 1,
     axes: LogicalAxes = (),
 ) -> SpmdPipeline:
-    """Make a pipeline inside of one SPMD program out of equal layers.
+    """Make a pipeline inside one SPMD program out of equal layers.
 
     The result is a module like `nn.Sequential(*layers)`. As a stage, or as a part of
     one, its stages run on different devices of the rank. Compare it with a pipeline
@@ -190,12 +190,12 @@ def spmd_pipeline(
         layers: Modules of one structure, each of which maps a tensor to a tensor of the
             same shape. They must not change their buffers.
         num_stages: Size of the mesh axis over which the layers are split.
-        num_microbatches: Into how many microbatches a batch is cut.
+        num_microbatches: The number of microbatches of a batch.
         num_repeats: How often a microbatch passes all stages: 1 for GPipe's order, more
             for a circular pipeline, with a smaller bubble:
             `(num_stages - 1) / (num_repeats * num_microbatches + num_stages - 1)`.
-        axes: Logical axes of what layers take and return, e.g. `("batch", "sequence",
-            "embed")`; by default all devices of a stage have all of it.
+        axes: Logical axes of the layers' inputs and outputs, e.g. `("batch",
+            "sequence", "embed")`; by default all devices of a stage have them whole.
 
     Raises:
         ValueError: The layers differ, or a number does not fit.
@@ -260,8 +260,8 @@ def _shapes(layer: nn.Module) -> dict[str, str]:
 class _Shift(torch.autograd.Function):
     """A shift of each stage's part to the next one, the last one's to the first.
 
-    XLA makes one permutation between devices of such a `cat`; of torch_xla's `roll` it
-    makes a gather, and of the derivative of `cat` three permutations.
+    XLA compiles such a `cat` to one collective-permute; it compiles torch_xla's `roll`
+    to a gather, and the derivative of `cat` to three permutes.
     """
 
     @staticmethod
@@ -278,5 +278,5 @@ def _shift(state: Tensor) -> Tensor:
 
 
 def _column(mask: Tensor, num_dims: int) -> Tensor:
-    """Make a mask over stages broadcast over values of `num_dims` dimensions."""
+    """Reshape a mask over stages to broadcast over values of `num_dims` dimensions."""
     return mask.reshape(-1, *[1] * (num_dims - 1))

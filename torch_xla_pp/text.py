@@ -1,4 +1,4 @@
-"""Types, numbers and tables as a person reads them."""
+"""Types, numbers and tables as readable text."""
 
 from collections.abc import Sequence
 

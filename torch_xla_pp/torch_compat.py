@@ -1,6 +1,6 @@
 """The only place that touches private parts of torch's pipeline schedules and stages.
 
-Of torch 2.9; and of torch's parameters.
+They are those of torch 2.9. It also touches private parts of torch's parameters.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class StepCall(NamedTuple):
 
     Attributes:
         schedule: The schedule.
-        batch: The leaves of what it is about to cut: arguments and target.
+        batch: The leaves of the batch before it is cut: arguments and target.
         wants_outputs: Whether it is to return the outputs.
     """
 
@@ -49,17 +49,18 @@ class StepCall(NamedTuple):
 def calling_step() -> StepCall | None:
     """Return the call of a schedule that the caller is part of, None if there is none.
 
-    This is the one function that looks at the call stack. A stage is told neither
-    which schedule drives it, nor what the batch is, nor whether anybody wants the
-    outputs, and must know in time: whether gradients are to be divided by the number
-    of microbatches (the call of `scale_grads` comes too late, is made in `eval` too,
-    and is missing after a backward-weight action of `_PipelineScheduleRuntime`), which
-    other stages the schedule drives, and what to keep. Schedules of this package tell
-    it themselves. This can go when upstream passes a context to stages.
+    This is the only function that looks at the call stack. Upstream does not pass to a
+    stage which schedule drives it, what the batch is, or whether the outputs are
+    wanted, but the stage needs to know in time: whether gradients are to be divided by
+    the number of microbatches (the call of `scale_grads` comes too late, is made in
+    `eval` too, and is missing after a backward-weight action of
+    `_PipelineScheduleRuntime`), which other stages the schedule drives, and what to
+    keep. Schedules of this package pass it themselves. This can go when upstream passes
+    a context to stages.
 
     Newer torch has an argument `return_outputs`; torch 2.9 takes it for one of the
-    model's, so it is taken out of these. Where it is not given, the outputs are wanted
-    unless the statement that called does nothing with them.
+    model's, so it is removed from these. If it is not given, the outputs are wanted
+    unless the calling statement discards them.
     """
     schedule: TorchSchedule | None = None
     frame: FrameType | None = sys._getframe(1)
@@ -74,12 +75,12 @@ def calling_step() -> StepCall | None:
 
 
 def _call_in(frame: FrameType, schedule: TorchSchedule) -> StepCall:
-    """Return what a frame of upstream's `step` says of its call."""
+    """Return the call of `step` of an upstream frame."""
     names = ("args", "kwargs", "target")
     batch = pytree.tree_leaves([frame.f_locals.get(name) for name in names])
-    told = frame.f_locals.get("kwargs", {}).pop(_RETURN_OUTPUTS, None)
-    if told is not None:
-        return StepCall(schedule, batch, bool(told))
+    given = frame.f_locals.get("kwargs", {}).pop(_RETURN_OUTPUTS, None)
+    if given is not None:
+        return StepCall(schedule, batch, bool(given))
     caller = _caller(frame)
     if caller is not None and _is_call(caller, schedule, "eval"):
         caller = caller.f_back
@@ -88,7 +89,7 @@ def _call_in(frame: FrameType, schedule: TorchSchedule) -> StepCall:
 
 
 def rank_of(schedule: TorchSchedule, make: Callable[[TorchSchedule], Any]) -> Any:
-    """Return what a schedule has of this package, made by `make` at the first call."""
+    """Return this package's object of a schedule, made by `make` at the first call."""
     found = vars(schedule).get(_RANK)
     if found is None:
         found = make(schedule)
@@ -101,15 +102,17 @@ def guard_step(
     guard: Callable[[], contextlib.AbstractContextManager[Any]],
     end_step: Callable[[], None],
 ) -> None:
-    """Run `step` and `eval` of `schedule` inside of `guard()` from now on.
+    """Run `step` and `eval` of `schedule` inside `guard()` from now on.
 
-    So that what is raised outside of a stage's methods, such as by the splitting of a
-    batch, is noticed, too. A stage knows its schedule only once the first step has
-    begun; of that one the splitting is still to come, and the running of microbatches,
-    after which `end_step` is called.
+    So errors outside of a stage's methods, such as in the splitting of a batch, are
+    noticed, too. A stage knows its schedule only once the first step has begun: in that
+    step the guard covers the splitting and the running of microbatches, after which
+    `end_step` is called.
     """
 
     def run_and_end(*args: Any, **kwargs: Any) -> Any:
+        # Leftovers of a failed step; torch drops them only at the end of a step.
+        schedule._internal_losses.clear()
         result = schedule_runs(*args, **kwargs)
         end_step()
         return result
@@ -137,9 +140,9 @@ def _guarded(
 def take_value(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Give a parameter the value of another device or dtype; it stays the same object.
 
-    Whoever holds it (an optimizer, say) need not be told. Assigning `data` is refused
-    between kinds of devices, and `torch.utils.swap_tensors` where there are weak
-    references, which tracing leaves. Its `grad` is None afterwards.
+    Objects that hold it, such as an optimizer, keep working. Assigning `data` is
+    refused between kinds of devices, and `torch.utils.swap_tensors` where there are
+    weak references, which tracing leaves. Its `grad` is None afterwards.
     """
     new = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
     torch._C._swap_tensor_impl(parameter, new)
@@ -152,8 +155,13 @@ def local_stages(schedule: TorchSchedule) -> list[Any]:
 
 
 def num_microbatches(schedule: TorchSchedule) -> int:
-    """Return into how many microbatches `schedule` cuts a batch."""
+    """Return the number of microbatches into which `schedule` cuts a batch."""
     return schedule._n_microbatches
+
+
+def cuts_rows(schedule: TorchSchedule) -> bool:
+    """Return whether `schedule` cuts every tensor of a batch along dimension 0."""
+    return schedule._args_chunk_spec is None and schedule._kwargs_chunk_spec is None
 
 
 def num_stages(schedule: TorchSchedule) -> int:
@@ -162,12 +170,12 @@ def num_stages(schedule: TorchSchedule) -> int:
 
 
 def grad_scale(schedule: TorchSchedule) -> float:
-    """Return what the gradient of each microbatch is to be multiplied by."""
+    """Return the factor of the gradient of each microbatch."""
     return 1.0 / num_microbatches(schedule) if schedule.scale_grads else 1.0
 
 
 def loss_function(schedule: TorchSchedule) -> Callable[[Any, Any], Any] | None:
-    """Return what computes the loss of a microbatch from output and target."""
+    """Return the function of a microbatch's loss, of output and target."""
     return schedule._loss_fn
 
 
@@ -176,8 +184,8 @@ def set_loss_function(
 ) -> None:
     """Let `schedule` call `function` for the loss.
 
-    A schedule computes the loss between two calls of the last stage, which is told
-    only of the result. This can go when upstream passes the target to the stage.
+    A schedule computes the loss between two calls of the last stage, and passes only
+    the result to it. This can go when upstream passes the target to the stage.
     """
     schedule._loss_fn = function
 
@@ -227,7 +235,7 @@ def merge_outputs_by(schedule: TorchSchedule, spec: Any) -> None:
 
 
 def drop_outputs(schedule: TorchSchedule) -> None:
-    """Let `schedule` return None for the outputs, of which it gets none."""
+    """Let `schedule` return None for the outputs, as it gets none."""
     schedule._output_merge_spec = _CustomReducer(None, _append)  # type: ignore[no-untyped-call, assignment]
 
 
@@ -236,12 +244,12 @@ def merge_outputs_as(
 ) -> None:
     """Let `schedule` concatenate the tensors of outputs and keep all other values.
 
-    Scalars, such as losses, become a vector of one per microbatch. Without being told,
-    a schedule concatenates everything, and fails for scalars, numbers and None.
+    Scalars, such as losses, become a vector of one per microbatch. By default a
+    schedule concatenates everything, and fails for scalars, numbers and None.
 
     Args:
         schedule: The schedule.
-        template: What the last stage returns.
+        template: Template of the last stage's output.
         shapes: Shape of each of its tensors.
     """
     whole = TensorChunkSpec(0)  # type: ignore[no-untyped-call]
@@ -263,7 +271,7 @@ def runs_as(schedule: TorchSchedule, upstream: type[TorchSchedule]) -> bool:
 def order_in_cells(schedule: ScheduleMulti) -> list[list[str]]:
     """Return the actions of each rank as upstream writes them, idle steps as "".
 
-    They are the lowered ones if `schedule` runs those; nothing if it has no order yet.
+    They are lowered if `schedule` runs lowered actions; empty if it has no order yet.
     """
     order: dict[int, Any] = getattr(schedule, "pipeline_order_with_comms", {})
     order = order or schedule.pipeline_order
@@ -301,7 +309,7 @@ def begin_microbatches(
     targets: list[Any] | None,
     losses: list[Any] | None,
 ) -> tuple[list[Any], list[Any]]:
-    """Check what a schedule passes to its own loop, and prepare its stages.
+    """Check the microbatches for a schedule's loop, and prepare its stages.
 
     Returns:
         The positional and the keyword arguments of each microbatch.
@@ -327,7 +335,7 @@ def loss_of(schedule: TorchSchedule, stage: Any, index: int) -> Any:
     """Return the loss of a microbatch that `compute_loss` kept, None if there is none.
 
     Upstream raises for other stages when the last one is on the same rank and has not
-    come to this microbatch.
+    run this microbatch.
     """
     if not stage.is_last:
         return None
@@ -343,9 +351,8 @@ def order_of(schedule: TorchSchedule) -> Schedule | None:
     """Return the actions of all ranks under `schedule`, None if they are not known.
 
     A schedule with several stages per rank has its actions in a table. One with a
-    single stage per rank has them in its code: they are known of GPipe and 1F1B. The
-    table that upstream 2.9 states for 1F1B is not what its code does, so it is not
-    used.
+    single stage per rank has them in its code: they are known for GPipe and 1F1B. The
+    table of upstream 2.9 for 1F1B differs from its code, so it is not used.
     """
     if isinstance(schedule, ScheduleMulti):
         cells = order_in_cells(schedule)
@@ -358,9 +365,9 @@ def order_of(schedule: TorchSchedule) -> Schedule | None:
 
 
 class SilentStage(_PipelineStageBase):
-    """A stage that has no communication for a schedule to do.
+    """A stage without communication for a schedule to do.
 
-    Its actions send and receive by themselves, so it answers with empty lists when a
+    Its actions send and receive themselves, so it answers with empty lists when a
     schedule asks for send and receive operations, and ignores what a schedule passes
     between two stages of one rank. `scale_grads` is ignored as well: upstream 2.9 calls
     it in `eval` too, and not after the backward-weight actions of

@@ -5,25 +5,36 @@ import importlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.output_graph import OutputGraph
 from torch.distributed.pipelining import Pipe, SplitPoint
 from torch.distributed.pipelining._IR import (
     MultiUseParameterConfig,
-    _modify_graph_op_device,
     annotate_split_points,
     aten_pipe_split_alias,
 )
 
-__all__ = ["SPLIT_MARK", "Pipe", "move_factories_to", "trace", "trace_and_split"]
+from torch_xla_pp.graph import OtherMode, move_devices, replaced
+from torch_xla_pp.phases import phase
+
+__all__ = [
+    "SPLIT_MARK",
+    "Pipe",
+    "move_factories_to",
+    "noting_code",
+    "trace",
+    "trace_and_split",
+]
 
 SPLIT_MARK = aten_pipe_split_alias
 
 
 def _import_quietly() -> None:
-    """Import what tracing does, which warns of CUDA on hosts without a GPU."""
+    """Import the modules of tracing, which warn of CUDA on hosts without a GPU."""
     logger = logging.getLogger("torch.utils.cpp_extension")
     before, logger.disabled = logger.disabled, True
     importlib.import_module("torch.utils.cpp_extension")
@@ -33,8 +44,9 @@ def _import_quietly() -> None:
 class _Chain(torch.nn.Module):
     """The modules of a `Sequential`, under their names there.
 
-    Upstream takes a model that is a `Sequential` itself for a function, whose modules
-    it then does not find; one inside of a model is fine. This can go when it does.
+    Upstream treats a model that is itself a `Sequential` as a function, and then does
+    not find its modules; one inside a model is fine. This can go when upstream is
+    fixed.
     """
 
     def __init__(self, module: torch.nn.Sequential) -> None:
@@ -51,22 +63,52 @@ class _Chain(torch.nn.Module):
 
 
 def _traceable(module: torch.nn.Module) -> torch.nn.Module:
-    """Return what upstream can trace in place of a model."""
+    """Return a module that upstream can trace in place of a model."""
     has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
     if type(module) is torch.nn.Sequential and not has_hooks:
         return _Chain(module)
     return module
 
 
+@contextlib.contextmanager
+def noting_code() -> Iterator[list[CodeType]]:
+    """Note the code of the functions that are traced in the block.
+
+    The tracer keeps it in a context of its own, which is gone when it has ended.
+    """
+    codes: list[CodeType] = []
+    begin = OutputGraph.__init__
+
+    def begin_noted(graph: OutputGraph, *args: Any, **kwargs: Any) -> None:
+        begin(graph, *args, **kwargs)
+        codes.extend(graph.tracing_context.traced_code)
+        graph.tracing_context.traced_code = codes
+
+    with replaced(OutputGraph, "__init__", begin_noted):
+        yield codes
+
+
+@phase("trace")
+def _exported(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> torch.export.ExportedProgram:
+    """Trace a model with upstream's tracer, without guards that are code in C++.
+
+    Nobody asks the guards of this trace. To compile code torch would try which
+    instructions the processor has, in processes that each import torch.
+    """
+    with torch._dynamo.config.patch(enable_cpp_symbolic_shape_guards=False):
+        return Pipe._trace_with_export(_traceable(module), args, kwargs)
+
+
 def trace(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> fx.GraphModule:
-    """Trace a model with upstream's tracer; the policy of a split sees the same."""
+    """Trace a model with upstream's tracer, to the graph that a split policy gets."""
     _import_quietly()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        program = Pipe._trace_with_export(_traceable(module), args, kwargs)
-        return program.module(check_guards=False)
+        return _exported(module, args, kwargs).module(check_guards=False)
 
 
 def trace_and_split(
@@ -79,15 +121,15 @@ def trace_and_split(
     """Trace a model with upstream's tracer and cut it where `policy` puts marks.
 
     As upstream's `pipeline`, but it takes both split points and a policy, undoes its
-    changes to `module`, and finds each parameter under the one name that the trace
-    has for it: among several names of a parameter upstream takes one by the order of
-    a set, which may be one that the stage lacks. Warnings of upstream on its own
-    internals are left out.
+    changes to `module`, and finds each parameter by the one name that the trace has for
+    it: upstream chooses among several names of a parameter by the order of a set, which
+    may give one that the stage lacks. Warnings of upstream on its own internals are
+    left out.
     """
     _import_quietly()
     with warnings.catch_warnings(), _annotated(module, split_spec):
         warnings.simplefilter("ignore")
-        program = Pipe._trace_with_export(_traceable(module), args, kwargs)
+        program = _exported(module, args, kwargs)
         pipe: Pipe = Pipe._from_traced(
             program.module(check_guards=False),
             program,
@@ -116,9 +158,23 @@ def _annotated(
 
 
 def move_factories_to(module: torch.nn.Module, device: torch.device) -> None:
-    """Let a traced module create its constants on `device`.
+    """Let a traced module and its parts make and move values on `device`.
 
     The trace has the device of the traced model built in.
     """
-    if isinstance(module, fx.GraphModule):
-        _modify_graph_op_device(module, device)
+    if not isinstance(module, fx.GraphModule):
+        return
+    for part in _parts_of(module):
+        # Parts of a traced module that are called have a graph module beside them.
+        ran = vars(part).get("graph_module", part)
+        if isinstance(ran, fx.GraphModule):
+            move_devices(ran, device)
+
+
+def _parts_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield a stage's parts, with those of its graphs for other modes."""
+    yield from module.modules()
+    for hidden in vars(module).values():
+        for part in vars(hidden).values() if isinstance(hidden, OtherMode) else ():
+            if isinstance(part, torch.nn.Module):
+                yield from part.modules()

@@ -1,7 +1,7 @@
-"""Trace a model: for the cut into stages, or for the work that it is.
+"""Trace a model: to cut it into stages, or to count its work.
 
-Both see the same operations under the same names, so that a plan made of the one can
-be carried out on the other.
+Both see the same operations under the same names, so that a plan made from the one can
+be applied to the other.
 """
 
 import contextlib
@@ -21,7 +21,12 @@ from torch_xla_pp.compile import (
 )
 from torch_xla_pp.deferred import as_on_host, back_to_meta, parameter_names
 from torch_xla_pp.errors import PlanError
-from torch_xla_pp.graph import indexing_by_tensors, sharding_outputs, untied
+from torch_xla_pp.graph import (
+    indexing_by_tensors,
+    keeping_autograd_functions,
+    sharding_outputs,
+    untied,
+)
 from torch_xla_pp.launch import device
 from torch_xla_pp.mesh import LogicalAxes
 from torch_xla_pp.torch_pipe import SPLIT_MARK, trace
@@ -34,7 +39,7 @@ def tracing(
     names: Sequence[tuple[str, ...]],
     activations: Mapping[str, LogicalAxes],
 ) -> Iterator[Callable[[Any], Any]]:
-    """Let torch.export see a model as stages are made of it.
+    """Let torch.export trace a model as it is traced for stages.
 
     Args:
         module: The model, as before afterwards.
@@ -42,10 +47,11 @@ def tracing(
         activations: As for `pipeline`.
 
     Yields:
-        What makes an example of the model's arguments fit to it.
+        A function that adapts an example of the model's arguments to it.
     """
     with (
         marking_checkpoints(),
+        keeping_autograd_functions(),
         as_on_host(module) as faked,
         indexing_by_tensors(),
         untied(module, names),
@@ -64,23 +70,24 @@ def trace_work(
     loss_fn: Callable[..., Any] | None = None,
     target: Any = None,
 ) -> WorkGraph:
-    """Trace a model and return the work that it is, for a planner.
+    """Trace a model and return its work, for a planner.
 
     Nothing is computed, and a model on meta or under `deferred_init` takes no memory.
-    As the operations are those of XLA devices, the process gets them, as by `device()`.
+    As the operations are those of XLA devices, the process is set up for them, as by
+    `device()`.
 
     Args:
-        module: The model, in the mode in which it is to run.
+        module: The model, in the mode in which it will run.
         mb_args: Example of one microbatch's positional arguments.
         mb_kwargs: Example of its keyword arguments.
         activations: As for `pipeline`, which must then be given the same.
-        max_stages: For how many stages the parts of the work are to be small enough.
-        loss_fn: Takes what the model returns and the target, returns a scalar. Its cost
-            is that of the last stage's backward; without it, plans warn.
+        max_stages: The most stages for which parts of the work are to be small enough.
+        loss_fn: Takes the model's output and the target, returns a scalar. Its cost
+            is added to the last stage's backward; without it, plans warn.
         target: Example of one microbatch's target.
 
     Raises:
-        PlanError: The model has what cannot be split.
+        PlanError: The model has operations that cannot be split.
     """
     device()
     names = parameter_names(module)
@@ -103,7 +110,7 @@ def trace_work(
 
 
 def _traced(module: nn.Module, args: Any, kwargs: Any) -> fx.GraphModule:
-    """Trace a model, or say in which line it cannot be."""
+    """Trace a model, or raise with the line that cannot be traced."""
     try:
         return trace(module, args, kwargs)
     except RuntimeError as error:

@@ -1,6 +1,8 @@
 """The devices of one rank: a world of its own, over which XLA partitions programs."""
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from torch_xla_pp.mesh import (
     Partition,
     RankLayout,
     TensorSpec,
+    axis_of,
 )
 from torch_xla_pp.transport import ShardLayout
 
@@ -29,13 +32,13 @@ class World:
         mesh: The SPMD mesh of this rank; None for one unnamed axis over all devices.
         batch_axis: The axis that dimension 0 of microbatches is split over, see
             `RankLayout.of`.
-        rules: What logical axes mean, None if nothing is said of them.
+        rules: The rules for logical axes, None if there are none.
 
     Raises:
         ValueError: The mesh does not span all local devices, or lacks the axis.
 
     Attributes:
-        layout: How values are partitioned over the devices.
+        layout: Partitions of values over the devices.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class World:
         count = xla_compat.num_local_devices()
         if mesh is None:
             mesh = xs.Mesh(np.arange(count), (count,), ("devices",))
-        # A slice of a rank's mesh is over all devices, too.
+        # A slice of a rank's mesh also spans all devices.
         mesh = getattr(mesh, "whole", mesh)
         names = tuple(mesh.axis_names or ())
         if math.prod(mesh.mesh_shape) != count:
@@ -57,6 +60,7 @@ class World:
         self._mesh = mesh
         self._shard_layouts: dict[TensorSpec, ShardLayout] = {}
         self._zeros: dict[TensorSpec, Tensor] = {}
+        self._partitions: dict[int, dict[str, Partition]] = {}
 
     @property
     def local(self) -> LocalMesh:
@@ -65,11 +69,11 @@ class World:
 
     @property
     def rules(self) -> AxisRules | None:
-        """Return what logical axes mean, None if nothing is said of them."""
+        """Return the rules for logical axes, None if there are none."""
         return self.layout.rules
 
     def rows_sharding(self, num_dims: int, dim: int | None) -> xla_compat.OpSharding:
-        """Return the sharding of a value that has the rows in `dim`, or has none."""
+        """Return the sharding of a value with rows in `dim`, None for no rows."""
         axes = [self.layout.batch_axis if i == dim else None for i in range(num_dims)]
         return self.sharding(tuple(axes))
 
@@ -90,14 +94,15 @@ class World:
         return None if found is None else xla_compat.sharding_from_args(*found)
 
     def sharding_args(self, partition: Partition) -> OpShardingArgs:
-        """Return what torch_xla makes the sharding for a partition of."""
+        """Return the arguments of torch_xla's sharding for a partition."""
         if not self.local.is_split(partition):
             return REPLICATED
         return OpShardingArgs(*xla_compat.mesh_sharding_args(self._mesh, partition))
 
-    def constraint(self, axes: LogicalAxes) -> xla_compat.OpSharding:
-        """Return torch_xla's sharding for logical axes that the rules know."""
-        return self.sharding(self.layout.constraint(axes))
+    def constraint(self, axes: LogicalAxes) -> xla_compat.OpSharding | None:
+        """Return torch_xla's sharding for axes of `shard`, None if it is free."""
+        partition = self.layout.constraint(axes)
+        return None if partition is None else self.sharding(partition)
 
     def sharding(self, partition: Partition) -> xla_compat.OpSharding:
         """Return torch_xla's sharding for a partition."""
@@ -105,8 +110,36 @@ class World:
             return xla_compat.replicated_sharding()
         return self._mesh.get_op_sharding(tuple(partition))
 
+    def partitions_of(self, values: Sequence[Tensor]) -> list[Partition | None]:
+        """Return how values on the devices are sharded, None where it is not known."""
+        are_pending = xla_compat.are_pending(values)
+        texts = xla_compat.sharding_texts(values)
+        found: list[Partition | None] = []
+        for value, is_pending, text in zip(values, are_pending, texts, strict=True):
+            if not text and not is_pending:
+                found.append((None,) * value.dim())
+                continue
+            found.append(self._partitions_of_dims(value.dim()).get(text))
+        return found
+
+    def _partitions_of_dims(self, count: int) -> dict[str, Partition]:
+        """Return the partitions of values of so many dimensions by their HLO texts."""
+        if count not in self._partitions:
+            names = [n for n in self.local.names if self.local.axis_size(n) > 1]
+            table: dict[str, Partition] = {}
+            for dims in itertools.product(range(-1, count), repeat=len(names)):
+                chosen = [
+                    tuple(n for n, d in zip(names, dims, strict=True) if d == dim)
+                    for dim in range(count)
+                ]
+                partition = tuple(axis_of(axes) for axes in chosen)
+                text = xla_compat.sharding_text(self.sharding(partition), count)
+                table.setdefault(text, partition)
+            self._partitions[count] = table
+        return self._partitions[count]
+
     def shard_layout(self, spec: TensorSpec) -> ShardLayout:
-        """Return how a boundary value travels."""
+        """Return the layout in which a boundary value is sent."""
         if spec not in self._shard_layouts:
             args = self.sharding_args(spec.partition)
             layout = ShardLayout.of_sharding(spec.shape, spec.dtype, args)
@@ -127,7 +160,7 @@ class World:
             value = value.to(xla_compat.device())
         else:
             if xla_compat.is_of_whole_values(value):
-                # Cut while whole: XLA would cut each device's part, and exchange rows.
+                # Cut before sharding: XLA would cut parts, and exchange rows.
                 value = xla_compat.constrain(value, xla_compat.replicated_sharding())
             value = value.clone()
         xla_compat.annotate(value, sharding)
@@ -140,9 +173,9 @@ class World:
         return value
 
     def upload(self, value: Tensor, partition: Partition) -> Tensor:
-        """Return a host value as device data; the host keeps nothing of it.
+        """Return a host value as device data; the host keeps no copy.
 
-        `place` makes more copies on the way, but cuts what does not divide, too.
+        `place` makes more copies, but also splits values that do not divide.
         """
         sharding = self.sharding(partition)
         value = value.detach()
@@ -157,7 +190,7 @@ class World:
         return xla_compat.from_local_shards(shards, sharding, value.shape)
 
     def zeros(self, spec: TensorSpec) -> Tensor:
-        """Return zeros on the device, sharded as `spec` says; made once."""
+        """Return zeros on the device, sharded by `spec`; made once."""
         if spec not in self._zeros:
             value = torch.zeros(spec.shape, dtype=spec.dtype)
             self._zeros[spec] = self.place(value, spec.partition)

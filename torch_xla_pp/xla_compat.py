@@ -1,13 +1,15 @@
 """The only place that touches private parts of torch_xla.
 
-Everything here is a thin, typed name for one private call of torch_xla 2.9, so that
-a new torch_xla version is met in one file. A *sharding* is an opaque
-`_XLAC.OpSharding`; its *text* is the HLO notation, e.g. `{devices=[2,1]0,1}`, and
-the empty text means that the tensor has no annotation.
+Everything here is a thin, typed name for one private call of torch_xla 2.9, so that a
+new version of torch_xla needs changes in one file only. A *sharding* is an opaque
+`_XLAC.OpSharding`; its *text* is the HLO notation, e.g. `{devices=[2,1]0,1}`, and the
+empty text means that the tensor has no annotation.
 """
 
 import contextlib
 import functools
+import hashlib
+import importlib
 import itertools
 import logging
 import math
@@ -23,6 +25,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
 import torch_xla.runtime as xr
 from torch import Tensor
+from torch_xla.core.xla_builder import create_placeholder_tensor
 from torch_xla.distributed.spmd import XLAShardedTensor
 
 from torch_xla_pp import env
@@ -38,11 +41,12 @@ MAX_IN_FLIGHT = 24
 _REPLICATED = 0
 _MANUAL = 4
 _TYPED_FFI = 4
+_ON_HOST = {"_xla_compute_type": "host"}
 _SEED_FACTOR = 214013
 _SEED_TERM = 2531011
 _SEED_RANGE = 1 << 64
 
-# In an analysis of torch_xla, of one device; a GB has 2**30 bytes there.
+# In an analysis of torch_xla, for one device; a GB has 2**30 bytes there.
 _SIZE = re.compile(r"Analysis: (?P<what>[\w ]+) size: (?P<size>[\d.]+) GB")
 
 _logger = logging.getLogger(__name__)
@@ -60,7 +64,7 @@ def enable_spmd() -> None:
 
 
 def has_client() -> bool:
-    """Return whether this process has a client of XLA."""
+    """Return whether this process has an XLA client."""
     return bool(_XLAC._xla_runtime_is_initialized())
 
 
@@ -104,15 +108,15 @@ def annotate(tensor: Tensor, sharding: OpSharding) -> None:
 
 
 def forget_sharding(tensor: Tensor) -> None:
-    """Take away the sharding of a replicated tensor, so that it may get another."""
+    """Remove the sharding of a replicated tensor, so that it may get another."""
     _XLAC._xla_clear_sharding(tensor)
 
 
 def constrain(value: Tensor, sharding: OpSharding) -> Tensor:
     """Return a pending copy of `value` that is sharded as `sharding`.
 
-    Values on the device are moved by the program that the copy is computed in; they
-    and their own sharding stay.
+    Values on the device are moved by the program that computes the copy; they keep
+    their own sharding.
     """
     value = value.detach().clone()
     _XLAC._xla_annotate_custom_sharding(value, sharding)
@@ -134,7 +138,7 @@ def product(
         batch: Dimensions that both have and that stay.
 
     Returns:
-        Has the dimensions `batch`, then what is left of `left`, then of `right`.
+        A tensor with dimensions `batch`, the others of `left`, those of `right`.
     """
     numbers = ((list(sums[0]), list(sums[1])), (list(batch), list(batch)))
     result: Tensor = _XLAC._xla_dot_general(left, right, numbers)
@@ -147,7 +151,7 @@ def are_pending(tensors: Sequence[Tensor]) -> list[bool]:
 
 
 def is_of_whole_values(value: Tensor) -> bool:
-    """Return whether a value is pending, and computed from replicated ones alone."""
+    """Return whether a value is pending, and computed only from replicated ones."""
     if not are_pending([value])[0]:
         return False
     _ids, sources = graph_parameters([value])
@@ -175,6 +179,11 @@ def num_compilations() -> int:
     return metrics.counter_value("UncachedCompile") or 0
 
 
+def num_enqueued() -> int:
+    """Return how many programs were enqueued; all but the last 24 have ended."""
+    return _in_flight().total
+
+
 def wait_device() -> None:
     """Wait until the device has run every program that was enqueued."""
     xm.wait_device_ops()
@@ -185,26 +194,28 @@ class _InFlight:
     """The programs that were enqueued and may not have ended.
 
     A launch waits, on a thread of the client's pool, while 32 programs of its device
-    have not ended; and memory grows with how far the device is behind. So there are
-    never that many: whoever enqueues one too many waits for those before it first.
+    have not ended; and memory grows with the number of programs that wait. So there are
+    never that many: a call that would enqueue one too many waits first.
 
     Attributes:
-        count: How many they are at most.
+        count: The most programs.
+        total: All that were ever enqueued.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.total = 0
 
     def add_one(self) -> None:
-        """Make room for a program that is about to be enqueued."""
+        """Wait until another program may be enqueued."""
         if self.count >= MAX_IN_FLIGHT:
             wait_device()
         self.count += 1
+        self.total += 1
 
 
 @functools.cache
 def _in_flight() -> _InFlight:
-    """Return the one of this process."""
+    """Return the count of this process."""
     return _InFlight()
 
 
@@ -246,7 +257,7 @@ def read_shards(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _host_shards(tensor: Tensor) -> list[Tensor]:
-    """Read one tensor; `.cpu()` only where there is no sharding to read by.
+    """Read one tensor; by `.cpu()` only if it has no sharding.
 
     Under SPMD `.cpu()` gathers, with a program that is compiled at every call.
     """
@@ -259,28 +270,27 @@ def _host_shards(tensor: Tensor) -> list[Tensor]:
 def read_ready(tensor: Tensor) -> list[Tensor]:
     """Copy each local device's shard of device data to the host, as `read_shards` does.
 
-    Waits for that value alone, and leaves the interpreter's lock to others, so that any
-    thread may call.
+    Waits only for that value, without the interpreter's lock: any thread may call.
     """
     if is_replicated(tensor) and num_local_devices() > 1:
-        # Reads the first device alone, and compiles nothing.
+        # Reads only the first device, and compiles nothing.
         return [tensor.detach().cpu()]
     return _host_shards(tensor.detach())
 
 
 def wait_launched(tensor: Tensor) -> None:
-    """Wait until the program before is launched; any thread may call.
+    """Wait until the previous program is launched; any thread may call.
 
-    Before, `read_ready` may find no buffer behind what that program computes. Nothing
-    may have to be computed for `tensor`.
+    Until then `read_ready` may find no buffers of that program's results. `tensor` must
+    be device data.
     """
     _XLAC._xla_sync_multi([tensor], [], False, True)
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy device data on the devices, by one program; they lie as `tensors` do.
+    """Copy device data on the devices, by one program, with the shardings of `tensors`.
 
-    Returns when the program is enqueued. What does not divide evenly is replicated.
+    Returns when the program is enqueued. Uneven copies are replicated.
     """
     found = [constrain(tensor, sharding_of(tensor)) for tensor in tensors]
     materialize(found)
@@ -312,18 +322,18 @@ def replicate(value: Tensor) -> Tensor:
 
 
 def replace_value(tensor: Tensor, value: Tensor) -> None:
-    """Let `tensor` be what `value` is, device data with its sharding.
+    """Replace the data and sharding of `tensor` by those of `value`, device data.
 
-    It stays the object that others know, with its `grad` and its hooks; nothing is
-    computed or copied, and a value that does not divide evenly stays split. Views of
-    what `tensor` was keep that.
+    `tensor` remains the same object, with its `grad` and its hooks; nothing is computed
+    or copied, and a value that does not divide evenly stays split. Views of the old
+    data keep it.
     """
     tensor.data = value
     torch.autograd.graph.increment_version(tensor)
 
 
 def sharding_of(tensor: Tensor) -> OpSharding:
-    """Return the sharding of `tensor`, no annotation counted as replicated."""
+    """Return the sharding of `tensor`; no annotation counts as replicated."""
     return op_sharding(tensor) or replicated_sharding()
 
 
@@ -342,16 +352,16 @@ def graph_parameters(outputs: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
 
 
 class CompiledGraph(NamedTuple):
-    """A compiled graph, and what is known of it.
+    """A compiled graph, with its text and memory as far as they are known.
 
     Attributes:
-        hash: By which it is run.
-        hlo: Its HLO after partitioning and optimization. torch_xla keeps that text to
-            itself; it is known only where XLA dumps it (`--xla_dump_to` and
+        hash: Key by which it is run.
+        hlo: Its HLO after partitioning and optimization. torch_xla does not expose that
+            text; it is known only where XLA dumps it (`--xla_dump_to` and
             `--xla_dump_hlo_as_text` in `XLA_FLAGS` from the start), and None elsewhere.
-        extra_bytes: What a run takes on a device beside its arguments, to about a KiB:
-            temporaries, and results that do not reuse arguments. None if torch_xla
-            does not write its analyses into a file.
+        extra_bytes: Bytes of a run on a device beside its arguments, to about a KiB:
+            temporaries, and results that do not reuse arguments. None if torch_xla does
+            not write its analyses to a file.
     """
 
     hash: GraphHash
@@ -370,24 +380,43 @@ def compile_graph(outputs: Sequence[Tensor]) -> CompiledGraph:
     return CompiledGraph(graph_hash, _texts().get(graph_hash), _extra_bytes(graph_hash))
 
 
+def is_mistaken(outputs: Sequence[Tensor]) -> bool:
+    """Return whether torch_xla confuses the graph of pending `outputs` with another.
+
+    Its hash of a graph does not distinguish which of several equal operands is used
+    again: `(a - b) * a` and `(a - b) * b` have the same one, and the program that was
+    compiled first would run for both. Graphs are compared with those that were asked
+    for.
+    """
+    graph_hash = GraphHash(_XLAC._get_graph_hash(list(outputs)))
+    digest = hashlib.sha256(hlo_module(outputs)).digest()
+    return _digests().setdefault(graph_hash, digest) != digest
+
+
+@functools.cache
+def _digests() -> dict[GraphHash, bytes]:
+    """Return a digest of the HLO behind each hash; one for the process."""
+    return {}
+
+
 @functools.cache
 def _texts() -> dict[GraphHash, str]:
     """Return the HLO of each graph that was dumped.
 
-    One for the process, like torch_xla's programs: it compiles equal graphs once.
+    One mapping for the process, as torch_xla compiles equal graphs once.
     """
     return {}
 
 
 def _extra_bytes(graph_hash: GraphHash) -> int | None:
-    """Return what a graph takes beside its arguments, as torch_xla's analyses say."""
+    """Return the bytes of a graph beside its arguments, by torch_xla's analyses."""
     path = env.analyses()
     try:
         text = "" if path is None else path.read_text()
     except OSError as error:
         _logger.debug("%s is not readable: %s", path, error)
         return None
-    # A number there, whose first digits are not written if they are zero.
+    # A number without leading zeros.
     number = graph_hash[::-1].hex().lstrip("0")
     _, is_there, rest = text.rpartition(f"Graph Hash: {number}\n")
     own, _, _ = rest.partition("Graph Hash: ")
@@ -408,7 +437,7 @@ def _dumped() -> set[Path]:
 def donating(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Let programs that are compiled inside reuse the buffers of `tensors`.
 
-    Every run of such a program then takes the buffers of those arguments away; reading
+    Every run of such a program then consumes the buffers of those arguments; reading
     such a tensor afterwards raises.
     """
     if not tensors:
@@ -426,6 +455,26 @@ def donating(tensors: Sequence[Tensor]) -> Iterator[None]:
         _XLAC._xla_set_enable_alias_with_buffer_donor_config(before)
 
 
+def new_values(looks: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
+    """Return replicated zeros of these shapes and dtypes; nothing is compiled."""
+    return [replicate(torch.zeros(size, dtype=dtype)) for size, dtype in looks]
+
+
+def tie(pending: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """Return `pending` as a value that depends on all of `others`, still pending.
+
+    So the others are parameters of the program, and `donating` them gives their buffers
+    to results of the same size.
+
+    A barrier refuses shapes that torch_xla notes with the layout of an operand, as that
+    of `view_as_real`; a flat value has its own.
+    """
+    flat = pending.reshape(-1)
+    copies = [value.detach().clone() for value in others]
+    _XLAC._xla_optimization_barrier_([flat, *copies])
+    return flat.reshape(pending.shape)
+
+
 def is_wrapped(value: Tensor) -> bool:
     """Return whether a tensor is torch_xla's wrapper around a sharded one."""
     return isinstance(value, XLAShardedTensor)
@@ -440,10 +489,10 @@ def unwrapped(value: Tensor) -> Tensor:
 def run_graph(graph_hash: GraphHash, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Enqueue a compiled graph on `parameters`, which must be device data.
 
-    The call waits for the launch of the program before, which lasts as long as that
-    program where XLA takes it for cheap, and keeps the interpreter's lock meanwhile: if
-    that one receives a value, the sender might never hear of what this rank has told
-    it. So the wait is done before, without the lock, whatever the parameters are.
+    The call waits for the launch of the previous program, which lasts as long as that
+    program if XLA considers it cheap, and holds the interpreter's lock for that time:
+    if that program receives a value, the sender might never get the messages of this
+    rank. So this waits before the call, without the lock, whatever the parameters are.
     """
     _in_flight().add_one()
     wait_launched(_any_data())
@@ -470,7 +519,7 @@ def seed_tensor(seed: int) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _draws(count: int) -> tuple[int, int]:
-    """Return by what `count` random operations multiply the seed, and what they add.
+    """Return the factor and the summand of `count` random operations on the seed.
 
     These are the constants of torch_xla's generator of seeds.
     """
@@ -481,7 +530,7 @@ def _draws(count: int) -> tuple[int, int]:
 
 
 def advanced_seed(seed: int, count: int) -> int:
-    """Return the seed that is left of `seed` after `count` random operations."""
+    """Return the seed that `count` random operations make of `seed`."""
     factor, term = _draws(count)
     return (seed * factor + term) % _SEED_RANGE
 
@@ -500,6 +549,37 @@ def fixed_seed(seed: int) -> Iterator[None]:
         xm.set_rng_state(previous)
 
 
+@contextlib.contextmanager
+def noting_origins() -> Iterator[None]:
+    """Write the operation of each instruction into programs that are traced inside."""
+    before = _XLAC._get_ir_debug()
+    _XLAC._set_ir_debug(True)
+    try:
+        yield
+    finally:
+        _XLAC._set_ir_debug(before)
+
+
+def origin_scope(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Prefix the names of operations traced inside, if origins are noted.
+
+    Args:
+        name: Letters and digits; others may be replaced.
+    """
+    if not _XLAC._get_ir_debug():
+        return contextlib.nullcontext()
+    return _in_scope(name)
+
+
+@contextlib.contextmanager
+def _in_scope(name: str) -> Iterator[None]:
+    held = _XLAC.profiler.scope_pusher(name)
+    try:
+        yield
+    finally:
+        del held
+
+
 def device() -> torch.device:
     """Return the XLA device, which under SPMD stands for all local ones."""
     return torch.device(str(torch_xla.device()))
@@ -511,7 +591,7 @@ def sharding_from_args(
     replication_groups: Any,
     sharding_type: int,
 ) -> OpSharding:
-    """Make a sharding of what `mesh.parse_sharding` reads from its text."""
+    """Make a sharding from the arguments that `parse_sharding` reads from its text."""
     return _XLAC.OpSharding(
         tile_assignment, group_assignment, replication_groups, sharding_type
     )
@@ -530,7 +610,7 @@ def library_path() -> Path:
 def to_shards(value: Tensor, sharding: OpSharding) -> Tensor:
     """Enter the part of a graph that is written for one device.
 
-    The value is sharded as `sharding` first.
+    The value is first sharded by `sharding`.
     """
     value = value.clone()
     _XLAC._xla_mark_sharding(value, sharding)
@@ -553,7 +633,7 @@ def flatten_shards(values: Sequence[Tensor], shardings: Sequence[OpSharding]) ->
 
     Args:
         values: Values of one dtype.
-        shardings: How they are sharded first.
+        shardings: The shardings that they first get.
 
     Returns:
         Each device's parts of the values, of one dimension.
@@ -563,9 +643,9 @@ def flatten_shards(values: Sequence[Tensor], shardings: Sequence[OpSharding]) ->
 
 
 def split_shards(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Cut what `flatten_shards` gave into parts of some shapes, within `to_shards`.
+    """Cut the result of `flatten_shards` into parts of some shapes, within `to_shards`.
 
-    What is left over is dropped; where something is missing, the beginning is repeated.
+    A remainder is dropped; if elements are missing, the beginning is repeated.
     """
     sizes = [math.prod(shape) for shape in shapes]
     missing = sum(sizes) - flat.numel()
@@ -588,24 +668,116 @@ def custom_call(
 ) -> list[Tensor]:
     """Call a handler of XLA's typed FFI on each device, within `to_shards`.
 
-    torch_xla tells graphs apart by `target` alone: it must differ for other shapes,
-    dtypes or attributes, also for shapes outside of the per-device part. Results may
-    need no order among themselves; a call whose results are unused is dropped.
+    torch_xla distinguishes graphs by `target` alone: it must differ for other shapes,
+    dtypes or attributes, also for shapes outside of the per-device part. Calls have no
+    order but that of their data; a call with unused results is dropped.
 
-    The handler sees everything flat, in the order of rows: XLA may choose any order
-    of dimensions for a buffer that has several, and does not tell handlers which.
+    Operands and results of the handler are flat, in the order of rows: XLA may choose
+    any order of dimensions for a buffer that has several, and does not pass it to
+    handlers.
+
+    Compilers for TPUs accept such a call, with operands of 32 bits at most, if it is
+    marked as one of the host; this was compiled, but never run, see
+    docs/how-to/tpu-and-neuron.md.
     """
     flat = [manual(operand.reshape(-1)) for operand in operands]
     sizes = [[math.prod(shape)] for shape in shapes]
     fields = ", ".join(f"{k} = {v} : i64" for k, v in (attributes or {}).items())
     config = f"{{{fields}}}" if fields else ""
+    marks = _ON_HOST if env.device_kind() == "TPU" else {}
     results = _XLAC._xla_custom_call(
-        flat, target, sizes, list(dtypes), False, config, _TYPED_FFI, {}
+        flat, target, sizes, list(dtypes), False, config, _TYPED_FFI, marks
     )
     return [
         manual(manual(result).reshape(list(shape)))
         for result, shape in zip(results, shapes, strict=True)
     ]
+
+
+def flash_attention(
+    shards: Sequence[Tensor], is_causal: bool, scale: float, is_forward: bool
+) -> tuple[Tensor, ...]:
+    """Call torch_xla's kernel of attention for TPUs on each device, within `to_shards`.
+
+    Args:
+        shards: Queries, keys and values. For a backward, before them the gradient of
+            the output, and after them all results of the forward.
+        is_causal: Whether a query sees only keys up to its own place.
+        scale: Factor of the scores.
+        is_forward: Whether to compute it; else its gradients.
+
+    Returns:
+        The output, and for each row the sum of exponentials and the maximum; or the
+        gradients of queries, keys and values.
+    """
+    kernels = importlib.import_module("torch_xla.experimental.custom_kernel")
+    no_segments = (None, None)
+    with _kernels_for_tpu():
+        if is_forward:
+            return tuple(
+                kernels._fa_custom_forward_single_device(
+                    *shards, is_causal, *no_segments, scale, None, _WANTED
+                )
+            )
+        _, query, key, *_ = shards
+        shapes = (list(query.shape), list(key.shape), None)
+        options = (*no_segments, None, is_causal, scale)
+        *found, _ = kernels._fa_custom_backward_single_device(
+            *shards, *options, *shapes, _WANTED
+        )
+    return tuple(found)
+
+
+# The gradients of a kernel: queries, keys and values, of ten arguments.
+_WANTED = [True] * 3 + [False] * 7
+
+
+@contextlib.contextmanager
+def _kernels_for_tpu() -> Iterator[None]:
+    """Let JAX write kernels for TPUs, whatever devices it has itself.
+
+    torch_xla asks it for kernels for its default device, which is not the device that
+    programs are compiled for here.
+    """
+    jax: Any = importlib.import_module("jax")
+    # Modules that they import in this block would take the name for JAX's own.
+    importlib.import_module("jax.experimental.pallas.ops.tpu.flash_attention")
+    importlib.import_module("jax._src.pallas.mosaic.pallas_call_registration")
+    jit = jax.jit
+
+    def jit_for_tpu(*args: Any, **kwargs: Any) -> Any:
+        return _KernelWriter(jit(*args, **kwargs))
+
+    jax.jit = jit_for_tpu
+    try:
+        yield
+    finally:
+        jax.jit = jit
+
+
+class _KernelWriter:
+    """A jitted function of JAX that is lowered for TPUs, and otherwise unchanged."""
+
+    def __init__(self, jitted: Any) -> None:
+        self._jitted = jitted
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._jitted(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jitted, name)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Return its lowered form for these arguments, in a format some weeks old.
+
+        The library of torch_xla 2.9 is older than the version of JAX that it requires,
+        and does not read the newest format of that version.
+        """
+        mlir = importlib.import_module("jax._src.interpreters.mlir")
+        return self._jitted.trace(*args, **kwargs).lower(
+            lowering_platforms=("tpu",),
+            _private_parameters=mlir.LoweringParameters(for_export=True),
+        )
 
 
 def manual(value: Tensor) -> Tensor:
@@ -618,10 +790,10 @@ def manual(value: Tensor) -> Tensor:
 def composites_without_gradient() -> tuple[Any, ...]:
     """Return composite operations that torch_xla implements without their gradient.
 
-    Those that are gradients themselves, or no functions, are left out.
+    Operations that are gradients themselves, or no functions, are left out.
 
-    Where a device implements an operation that is made of others, autograd expects a
-    gradient of it; torch_xla 2.9 gives none, and results do not require gradients.
+    Where a device implements a composite operation, autograd expects a gradient of it;
+    torch_xla 2.9 has none, and results do not require gradients.
     """
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     found = []
@@ -638,7 +810,7 @@ def composites_without_gradient() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def in_autograd(functions: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Let functions stand in for operations on XLA where gradients are taken."""
+    """Replace operations on XLA by functions where gradients are taken."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         for op, function in functions.items():
             library.impl(op.name().removeprefix("aten::"), function, "AutogradXLA")
@@ -649,6 +821,37 @@ def num_host_operations() -> int:
     """Return how many operations have run on the host, having no XLA implementation."""
     names = _XLAC._get_executed_fallback_ops()
     return sum(_XLAC._xla_counter_value(name) or 0 for name in names)
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor on the device without a buffer, to trace programs with."""
+    return create_placeholder_tensor(tuple(shape), dtype)  # type: ignore[no-any-return]
+
+
+def sharding_text(sharding: OpSharding, num_dims: int) -> str:
+    """Return the HLO text of a sharding of values with so many dimensions."""
+    value = placeholder((1,) * num_dims, torch.float32)
+    return sharding_texts([constrain(value, sharding)])[0]
+
+
+def hlo_module(outputs: Sequence[Tensor]) -> bytes:
+    """Return the HLO of pending `outputs` as an `HloModuleProto`, not partitioned."""
+    return bytes(_XLAC._get_xla_tensors_hlo_proto(list(outputs)))
+
+
+@contextlib.contextmanager
+def lowering_for(kind: str) -> Iterator[None]:
+    """Let operations be lowered to HLO for other devices than the process has.
+
+    torch_xla asks for the kind in some operations, once its client is made.
+    """
+    before = os.environ.get("PJRT_DEVICE", "")
+    _XLAC._init_computation_client()
+    os.environ["PJRT_DEVICE"] = kind
+    try:
+        yield
+    finally:
+        os.environ["PJRT_DEVICE"] = before
 
 
 def hlo_text(outputs: Sequence[Tensor]) -> str:

@@ -281,7 +281,7 @@ void AllDevicesOrNone() {
   EXPECT(first.content() == 5 && second.content() == 6);
 }
 
-// Slices of two senders' devices lie side by side in one shard; the rest is padding.
+// Slices of two senders' devices are side by side in one shard; the rest is padding.
 void PiecesOfSeveralSourcesMakeAShard() {
   Pair pair(1, seconds(60));
   char shard[2][5];

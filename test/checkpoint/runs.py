@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Has tied weights, a value that skips stages, dropout, and buffers."""
+    """A model with tied weights, a value that skips stages, dropout, and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Loader:
-    """Gives batches, and knows how many it has given."""
+    """A loader of batches, which counts them."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -168,9 +168,9 @@ class Run:
 
     def mean(self, loss: float) -> float:
         """Return the mean of a loss over replicas, on every rank."""
-        told = torch.tensor([loss], dtype=torch.float64)
-        dist.all_reduce(told)
-        return float(told) / self.layout.replicas
+        total = torch.tensor([loss], dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total) / self.layout.replicas
 
     def values(self) -> dict[str, Tensor]:
         """Return all that a step changes, by name."""
@@ -196,7 +196,7 @@ def whole(value: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a rank knows at the end: losses, and values by name."""
+    """The results of a rank at the end: losses, and values by name."""
 
     losses: list[float]
     loaded: dict[str, Tensor]

@@ -111,7 +111,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_killed_rank_changes_nothing(
     untouched: Job, tmp_path: Path, seed: int
 ) -> None:

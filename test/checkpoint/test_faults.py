@@ -33,7 +33,7 @@ def begin(folder: str) -> Run:
     return run
 
 
-def told(call: Callable[[], Any]) -> str:
+def error_text(call: Callable[[], Any]) -> str:
     """Return the error that a call raises."""
     with pytest.raises(xpp.CheckpointError) as caught:
         call()
@@ -70,15 +70,15 @@ def cannot_write(folder: str, how: str) -> str:
     try:
         if how == "make":
             path = "/proc/no/such"
-            text = told(save)
+            text = error_text(save)
             path = f"{folder}/step-2"
         elif how == "full":
             # Told by the next call.
             xpp.checkpoint.async_save(run.state, path)
             run.step()
-            text = told(save)
+            text = error_text(save)
         else:
-            text = told(save)
+            text = error_text(save)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         if dist.get_rank() == 0 and how == "open":
@@ -148,7 +148,7 @@ def damaged(folder: str, name: str) -> str:
         path.write_bytes(data)
     dist.barrier()
     before = run.values()
-    text = told(lambda: xpp.checkpoint.load(run.state, path.parent))
+    text = error_text(lambda: xpp.checkpoint.load(run.state, path.parent))
     for name, value in run.values().items():
         assert torch.equal(value, before[name])
     dist.destroy_process_group()
@@ -178,7 +178,7 @@ def another_model(folder: str) -> str:
     stage = xpp.PipelineStage(Other(rank), rank, 2, xpp.device())
     optimizer = torch.optim.SGD(stage.submod.parameters(), lr=0.1)
     state = xpp.checkpoint.State(stages=stage, optimizer=optimizer)
-    text = told(lambda: xpp.checkpoint.load(state, f"{folder}/step-1"))
+    text = error_text(lambda: xpp.checkpoint.load(state, f"{folder}/step-1"))
     xpp.checkpoint.load(run.state, f"{folder}/step-1")
     dist.destroy_process_group()
     return text
@@ -204,7 +204,7 @@ def equal_names(folder: str) -> str:
     dist.init_process_group("xla_pp")
     stage = xpp.PipelineStage(Alike(), dist.get_rank(), 2, xpp.device())
     state = xpp.checkpoint.State(stages=stage)
-    text = told(lambda: xpp.checkpoint.save(state, folder))
+    text = error_text(lambda: xpp.checkpoint.save(state, folder))
     dist.destroy_process_group()
     return text
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.pipelining import SplitPoint
 
 import torch_xla_pp as xpp
-from checkpoint.test_faults import assert_one_error, told
+from checkpoint.test_faults import assert_one_error, error_text
 from torch_xla_pp.checkpoint import hugging_face
 from torch_xla_pp.testing import Worlds
 
@@ -121,14 +121,14 @@ def test_a_model_goes_round(worlds: Worlds, tmp_path: Path) -> None:
 
 def refuses(folder: str, empty: str) -> list[str]:
     stage = stage_of(num_hidden_layers=3, intermediate_size=8)
-    texts = [told(lambda: xpp.checkpoint.load_safetensors(stage, folder))]
+    texts = [error_text(lambda: xpp.checkpoint.load_safetensors(stage, folder))]
     index = Path(folder) / "model.safetensors.index.json"
     name = min(json.loads(index.read_text())["weight_map"].values())
     if dist.get_rank() == 0:
         (Path(folder) / name).write_bytes(b"no such file")
     dist.barrier()
-    texts.append(told(lambda: xpp.checkpoint.load_safetensors(stage, folder)))
-    texts.append(told(lambda: xpp.checkpoint.load_safetensors(stage, empty)))
+    texts.append(error_text(lambda: xpp.checkpoint.load_safetensors(stage, folder)))
+    texts.append(error_text(lambda: xpp.checkpoint.load_safetensors(stage, empty)))
     dist.destroy_process_group()
     return texts
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import torch_xla_pp as xpp
 from checkpoint.runs import Layout, Run
 from checkpoint.test_any_to_any import assert_same
-from checkpoint.test_faults import told
+from checkpoint.test_faults import error_text
 from torch_xla_pp.checkpoint import State, saving
 from torch_xla_pp.testing import Worlds
 
@@ -77,7 +77,7 @@ def compiles_nothing(folder: str) -> None:
     xpp.checkpoint.load(both, f"{folder}/step-7")
     assert (run.rates.last_epoch, both["best"]) == (6, 4)
     # There is nothing of an optimizer.
-    assert "no state of an optimizer" in told(
+    assert "no state of an optimizer" in error_text(
         lambda: xpp.checkpoint.load({"app": other}, f"{folder}/step-7")
     )
     with pytest.raises(ValueError, match="State: expected the stages of this rank"):
@@ -107,12 +107,12 @@ def refuses_other_kinds(run: Run, folder: str) -> None:
         xpp.checkpoint.save(stages[0], folder)
     with pytest.raises(ValueError, match="expected the path of a folder, got '.'"):
         xpp.checkpoint.save(run.state, "")
-    assert "got a folder of other things" in told(
+    assert "got a folder of other things" in error_text(
         lambda: xpp.checkpoint.save(run.state, folder)
     )
     other = torch.optim.SGD(module.parameters(), lr=0.1)
     assert "betas" in (
-        text := told(
+        text := error_text(
             lambda: xpp.checkpoint.load(
                 State(stages=stages, optimizer=other), f"{folder}/step-6"
             )
@@ -134,7 +134,7 @@ def test_saving_compiles_nothing(worlds: Worlds, tmp_path: Path) -> None:
 
 
 class Counting(nn.Module):
-    """Has state that is no tensor, and a split that leaves a rest."""
+    """A module with state that is no tensor, and a split with a remainder."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def keeps_all(folder: str) -> list[Tensor]:
     assert torch.equal(getattr(part, f"sum{rank}").cpu(), torch.full((7,), 2.0))
 
     path = f"{folder}/step-{1 + rank}"
-    text = told(lambda: xpp.checkpoint.load(state, path))
+    text = error_text(lambda: xpp.checkpoint.load(state, path))
     assert "expected one folder on all ranks, got rank 0: " in text
     dist.destroy_process_group()
     return [value.detach().cpu() for value in part.parts.parameters()]

@@ -92,7 +92,7 @@ def test_a_file_that_is_not_there_is_named(folder: Path) -> None:
 
 
 class Reading(DefaultSavePlanner):
-    """Reads a tensor when it is asked for, and knows which still are somewhere."""
+    """A planner that reads a tensor when asked, and notes which ones are still held."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from planner_models import gpt, mmt
 
 from torch_xla_pp.cli import main
-from torch_xla_pp.planner import DEVICES, make_plan
+from torch_xla_pp.planner import DEVICES, MeasuredCosts, make_plan
 
 pytestmark = pytest.mark.pure
 
@@ -27,6 +28,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mmt(2).to_json("other.json")
     make_plan(graph, rows=16, ranks=2, replicas=(1,)).to_json("plan.json")
     DEVICES["cpu"].to_json("device.json")
+    costs = MeasuredCosts(device="cpu", rows=(2,), action_s=0.0, works=())
+    costs.to_json("costs.json")
+    replace(costs, device="v5e", compiler="libtpu").to_json("compiled.json")
 
 
 def refused(command: str, text: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -45,6 +49,7 @@ def refused(command: str, text: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--microbatches 3", "got 3. The nearest that work are 1, 2, 4, 8; or take 15"),
         ("--ranks 7", "expected at most 6 ranks in a pipeline, .* got 7"),
         ("--schedules zbv --microbatches 2", "schedule of zbv takes, got 2. The near"),
+        ("--replica-latency 5", "expected --replica-bandwidth with .* latency alone"),
         ("--device v9", "expected one of cpu, v5e, v5p, v6e, or a file .*write such a"),
         ("--sharding xp", "sharding: expected some of dp, fsdp, tp, got xp"),
         ("--schedules 2f2b", "schedules: expected some of 1f1b, .*, got 2f2b"),
@@ -60,6 +65,10 @@ def refused(command: str, text: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--device absent.json", "device: expected one of cpu"),
         ("--links absent.json", "No such file"),
         ("--fix stages=absent.json", "No such file"),
+        ("--costs aot:absent.json", "a file of compiled works, got none at absent.j"),
+        ("--costs aot:costs.json", "compiled costs in costs.json, .* measured on cpu"),
+        ("--costs compiled.json", "measured costs in .*Write --costs aot:compiled.js"),
+        ("--costs aot:compiled.json", "expected costs for cpu, .* compiled for v5e"),
         ("--rows 0", "rows: expected counts of at least 1, got 0"),
     ],
 )
@@ -69,11 +78,16 @@ def test_a_faulty_option_gives_one_error(
     refused(f"{OPTIONS} {options}", text, capsys)
 
 
+def test_works_are_compiled_for_chips_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "plan a.py:plan --rows 4 --ranks 2 --costs aot:new.json"
+    refused(command, "expected --device of v4, v5e, v5p, v6e, got cpu", capsys)
+
+
 def test_if_nothing_fits_each_remedy_has_its_own_figure(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    told = refused(f"{OPTIONS} --memory 1MiB --remat none", "what helps:", capsys)
-    remedies = told.split("what helps:\n")[1].strip().split("\n")
+    message = refused(f"{OPTIONS} --memory 1MiB --remat none", "what helps:", capsys)
+    remedies = message.split("what helps:\n")[1].strip().split("\n")
     assert len(remedies) == 4
     for remedy in remedies:
         assert re.fullmatch(
@@ -194,7 +208,7 @@ def test_given_stages_that_have_no_room_are_compared_with_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     Path("names.json").write_text(json.dumps([["embed"], ["layers", "head"]]))
-    told = refused(
+    message = refused(
         f"{OPTIONS} --fix stages=names.json --memory 1MiB", "the given stages:", capsys
     )
-    assert "  other stages: still needs " in told
+    assert "  other stages: still needs " in message

@@ -49,6 +49,37 @@ def test_two_plans_are_compared(
     assert "replicas" in capsys.readouterr().out
 
 
+def test_rules_say_which_parameters_are_split(work: str, tmp_path: Path) -> None:
+    """The file is one of `AxisRules.to_json`, and the command needs no torch."""
+    rules, path = tmp_path / "rules.json", tmp_path / "plan.json"
+    rules.write_text(json.dumps({"parameters": {"embed.0": ["vocab", "embed"]}}))
+    pair = ["--devices-per-rank", "2", "--sharding", "tp", "--replicas", "1"]
+    held = {}
+    for name, given in (("shapes", []), ("rules", ["--rules", str(rules)])):
+        options = [*OPTIONS, *pair, *given, "--output", str(path)]
+        assert main(["plan", work, *options]) == 0
+        plan = PipelinePlan.from_json(path)
+        held[name] = sum(rank.bytes.parameters for rank in plan.predicted.ranks)
+    parameters = plan.model.parameter_bytes
+    table = 2 * 50_304 * 64  # bfloat16
+    assert held["rules"] == parameters - table // 2
+    assert held["shapes"] < held["rules"]
+
+
+def test_replicas_may_have_a_link_of_their_own(
+    work: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    link = ["--replica-bandwidth", "0.001", "--replica-latency", "20"]
+    files = ["--replicas", "2", "--output", str(path)]
+    assert main(["plan", work, *OPTIONS, *link, *files]) == 0
+    printed = capsys.readouterr().out
+    assert "advice dp over replicas (2 devices), stage 0: " in printed
+    found = PipelinePlan.from_json(path).costs.replica_link
+    assert found is not None
+    assert (found.latency_s, found.bytes_per_s) == (pytest.approx(2e-5), 1e6)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -21,7 +21,7 @@ REFUSED = {
 
 
 class Varied(nn.Module):
-    """Has parameters whose gradients are summed in every known way, and in another."""
+    """Parameters whose gradients are summed in every known way, and in another."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.xla
 
 
 class Calling(nn.Module):
-    """Apply a function to what a linear layer gives."""
+    """A function of the output of a linear layer."""
 
     def __init__(self, function: Callable[[Tensor], Any]) -> None:
         super().__init__()

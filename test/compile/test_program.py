@@ -1,5 +1,6 @@
 """Each guard of a program, with a case that gives wrong numbers without it."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from compile.stages import Compiled
 from torch import Tensor, fx, nn
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import MARK, Function, Program, ProgramSpec
+from torch_xla_pp.compile import MARK, Function, Program, ProgramSpec, storage_of
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.native import Event, notes
 
@@ -58,6 +59,52 @@ def test_arguments_are_mapped_again_after_another_trace_with_them(mesh: Any) -> 
     program(values)
     changed = {"x": upload(mesh, torch.full((4, 4), 3.0), ("data", None)), "y": y}
     assert program(changed)["out"].cpu().eq(1 + 2 * 3).all()
+
+
+def left(x: Tensor, y: Tensor) -> tuple[Tensor]:
+    return ((x - y).sum() * x,)
+
+
+def right(x: Tensor, y: Tensor) -> tuple[Tensor]:
+    return ((x - y).sum() * y,)
+
+
+def test_programs_that_use_another_operand_twice_are_told_apart(mesh: Any) -> None:
+    """torch_xla's hash of a graph is the same for both."""
+    x = upload(mesh, torch.full((4, 4), 3.0), ROWS)
+    y = upload(mesh, torch.ones(4, 4), ROWS)
+    for call, expected in ((left, 96), (right, 32), (left, 96)):
+        program = program_of(function(call, ("x", "y")))
+        for _ in range(2):
+            assert program({"x": x, "y": y})["out"].cpu().eq(expected).all()
+
+
+def test_equal_programs_are_compiled_once(mesh: Any) -> None:
+    x, y = (upload(mesh, torch.ones(4, 4), ROWS) for _ in range(2))
+    values = {"x": x, "y": y}
+    program_of(function(left, ("x", "y")))(values)
+    before = xla_compat.num_compilations()
+    program_of(function(left, ("x", "y")))(values)
+    assert xla_compat.num_compilations() == before
+
+
+def test_what_a_failed_trace_has_left_is_not_computed_later(mesh: Any) -> None:
+    """A receive among it would wait for ever."""
+    kept: list[weakref.ref[Tensor]] = []
+
+    def fail(x: Tensor) -> tuple[Tensor]:
+        pending = x + 1
+        kept.append(weakref.ref(pending))
+        raise RuntimeError("cannot be traced")
+
+    x = upload(mesh, torch.ones(4, 4), ROWS)
+    module = nn.Module()
+    module.forward = fail  # type: ignore[assignment]
+    failing = Function(name="test", module=module, inputs=("x",), outputs=("out",))
+    with pytest.raises(RuntimeError, match="cannot be traced") as caught:
+        program_of(failing)({"x": x})
+    assert caught.value.__traceback__ is not None
+    assert [pending() for pending in kept] == [None]
 
 
 def test_a_captured_tensor_is_refused(mesh: Any) -> None:
@@ -161,6 +208,39 @@ def test_a_program_says_what_it_takes_beside_its_arguments_on_a_device(
     )
     again({"x": upload(mesh, torch.ones(1024, 512), ROWS)})
     assert again.extra_bytes == program.extra_bytes
+
+
+def test_a_result_takes_the_memory_of_an_earlier_one(mesh: Any) -> None:
+    program = program_of(function(halved, ("x",)), recycled=("out",))
+    whole = 4 * 512 * 512
+    x = upload(mesh, torch.ones(512, 512), (None, None))
+    first = program({"x": x})["out"]
+    assert program.extra_bytes == pytest.approx(whole, abs=1 << 11)
+    y = upload(mesh, torch.full((512, 512), 3.0), (None, None))
+    second = program({"x": y, storage_of("out"): first})["out"]
+    assert program.extra_bytes == pytest.approx(0, abs=1 << 11)
+    third = program({"x": x})["out"]
+    assert program.extra_bytes == pytest.approx(whole, abs=1 << 11)
+    assert second.cpu().eq(1.5).all()
+    assert third.cpu().eq(0.5).all()
+    with pytest.raises(RuntimeError):
+        first.cpu()
+
+
+def squared(x: Tensor) -> tuple[Tensor]:
+    number = torch.view_as_complex(x)
+    return (torch.view_as_real(number * number),)
+
+
+def test_parts_of_complex_values_take_the_memory_of_earlier_ones(mesh: Any) -> None:
+    program = program_of(function(squared, ("x",)), recycled=("out",))
+    x = upload(mesh, torch.ones(4, 2), (None, None))
+    first = program({"x": x})["out"]
+    y = upload(mesh, torch.full((4, 2), 3.0), (None, None))
+    second = program({"x": y, storage_of("out"): first})["out"]
+    assert second.cpu().equal(torch.tensor([0.0, 18.0]).expand(4, 2))
+    with pytest.raises(RuntimeError):
+        first.cpu()
 
 
 def test_analyses_are_found_that_leave_out_the_first_zeros_of_a_number(

@@ -189,7 +189,7 @@ def test_without_remat_all_that_the_backward_reads_is_saved(mesh: Any) -> None:
 
 
 class Parts(nn.Module):
-    """The backward reads parts of one value, cut in three ways."""
+    """A backward that reads parts of one value, cut in three ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ def test_a_split_backward_does_the_work_of_a_full_one(
 
 
 class Updating(nn.Module):
-    """Scale by a buffer, then update it."""
+    """A scale by a buffer that is then updated."""
 
     def __init__(self) -> None:
         super().__init__()

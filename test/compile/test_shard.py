@@ -1,5 +1,6 @@
 """`shard` is nothing in eager, an op in graphs, and a layout in programs."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from torch_xla_pp import shard, xla_compat
+from torch_xla_pp import cpu, shard, xla_compat
 from torch_xla_pp.compile import Constraints, export_joint
+from torch_xla_pp.compile.sharded_products import ShardedProducts
+from torch_xla_pp.cpu.products import multiply_parts
 from torch_xla_pp.graph import SHARD, axes_of, shard_in_graph
+from torch_xla_pp.world import World
 
 pytestmark = pytest.mark.xla
 
@@ -137,19 +141,75 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
-def test_products_with_dimensions_kept_apart_are_the_same(mesh: Any) -> None:
+# Name of a parameter → the axis that splits each dimension.
+BY_ROWS: dict[str, tuple[str | None, ...]] = {}
+BY_HEADS = {
+    "qkv.weight": ("data", None),
+    "qkv.bias": ("data",),
+    "out.weight": (None, "data"),
+}
+
+
+def check_attention(mesh: Any, rule: Constraints, split: dict[str, Any]) -> None:
+    """Compare outputs and gradients; without split weights the batch is split."""
     torch.manual_seed(0)
     eager = Attention()
     x = torch.randn(2, 3, 8, requires_grad=True)
     weight = torch.randn(2, 3, 8)
-    compiled = Compiled(eager, [x], mesh, rules=[constraints(mesh)])
+    compiled = Compiled(eager, [x], mesh, rules=[rule])
+    for name, partition in split.items():
+        sharding = mesh.get_op_sharding(partition)
+        value = eager.get_parameter(name)
+        compiled.fixed[f"param:{name}"] = compiled.upload(value, sharding)
     expected = eager(x)
     (expected * weight).sum().backward()
-    result = compiled.forward([compiled.upload(x)])
+    sharding = compiled.whole if split else None
+    result = compiled.forward([compiled.upload(x, sharding)])
     assert close(result.outputs[0], expected)
-    result.live["tangent:0"] = compiled.upload(weight)
+    result.live["tangent:0"] = compiled.upload(weight, sharding)
     fixed = {**compiled.fixed, **compiled.zero_sums()}
     grads, sums = compiled.programs.backward(fixed, result.live)
     assert close(grads[0], x.grad)
     for name, parameter in eager.named_parameters():
         assert close(sums[f"sum:param:{name}"], parameter.grad), name
+
+
+def test_products_with_dimensions_kept_apart_are_the_same(mesh: Any) -> None:
+    check_attention(mesh, constraints(mesh), BY_ROWS)
+
+
+# How many, rows, depth, columns, and whether a factor is stored turned around.
+LINEAR_BY_ROWS = "1.3.8.24.0.1.2/datax3x24"
+SUM_OF_HEADS = "1.6.4.8.0.1.2/datax2x3x8"
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"), [(BY_ROWS, LINEAR_BY_ROWS), (BY_HEADS, SUM_OF_HEADS)]
+)
+def test_a_library_multiplies_what_each_device_has(
+    mesh: Any,
+    split: dict[str, Any],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCH_XLA_PP_PRODUCTS", "openblas")
+    assert cpu.library_product_of_parts.__wrapped__() is multiply_parts
+    world, targets = World(mesh, None), []
+
+    def noted(*args: Any) -> Tensor | None:
+        result = multiply_parts(*args)
+        targets.append(".".join([*(str(int(side)) for side in args[2]), args[4]]))
+        return result
+
+    products = ShardedProducts(
+        multiply=noted,
+        local=world.local,
+        layout=world.layout.constraint,
+        sharding=world.sharding,
+        partitions_of=world.partitions_of,
+    )
+    rule = dataclasses.replace(constraints(mesh), products=products)
+    check_attention(mesh, rule, split)
+    # Of two linear layers and of attention's two products, forward and backward.
+    assert len(targets) == 12
+    assert expected in targets

@@ -174,7 +174,7 @@ def test_training_mode_is_part_of_the_trace(mesh: Any) -> None:
 
 
 class Outside(nn.Module):
-    """Reads a tensor that is no buffer."""
+    """A module that reads a tensor which is no buffer."""
 
     def __init__(self, table: Tensor) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ def test_a_forward_must_not_update_parameters(mesh: Any) -> None:
 
 
 class Masking(nn.Module):
-    """Makes a mask as transformers does, and looks at values only outside of traces."""
+    """A mask as transformers makes it, whose values are read only outside of traces."""
 
     def __init__(self) -> None:
         super().__init__()

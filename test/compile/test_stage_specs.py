@@ -173,3 +173,20 @@ def test_a_program_that_does_nothing_is_known() -> None:
     parts = {"x": ["a", "b"]}
     assert ProgramSpec(function=empty, parts=parts).is_empty
     assert not ProgramSpec(function=empty, parts=parts, wanted=["x"]).is_empty
+
+
+def test_what_others_may_keep_takes_no_memory_of_earlier_values() -> None:
+    forward = function("forward", "input:0 param:w buffer:b", "y new_b tanh")
+    backward = function("backward", "y new_b tanh tangent:0", "dx new_sum:param:w")
+    specs = stage_specs(
+        functions(forward=forward, backward=backward),
+        Borders(),
+        {},
+        1,
+        is_recycling=True,
+    )
+    # The output is returned, and the buffer becomes the module's.
+    assert specs.kept >= {"y", "new_b", "tanh"}
+    assert specs.programs["forward"].recycled == ("tanh",)
+    # The gradient of the input is returned.
+    assert specs.programs["backward input"].recycled == ("dtanh",)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xla
 
 
 class Block(nn.Module):
-    """Normalise channels as ConvNeXt does, which leaves them last in memory."""
+    """A norm over channels as in ConvNeXt, which leaves them last in memory."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

@@ -81,6 +81,8 @@ def test_the_table_lists_every_name_that_the_file_makes() -> None:
         names.route_out("STAGE"),  # type: ignore[arg-type]
         names.MARK,
         names.SEED,
+        names.storage_of("NAME"),
+        names.bundle_name("MAKER", "DTYPE"),  # type: ignore[arg-type]
         names.captured_scalar("SLOT"),  # type: ignore[arg-type]
         names.TOKEN,
         names.output_name("INDEX"),  # type: ignore[arg-type]
@@ -88,7 +90,7 @@ def test_the_table_lists_every_name_that_the_file_makes() -> None:
     assert sorted(NAMED) == sorted(made)
 
 
-def test_a_role_tells_what_it_was_made_of() -> None:
+def test_a_role_names_what_it_was_made_of() -> None:
     roles = {
         names.parameter_role("a.param:b"): names.is_parameter,
         names.buffer_role("a.buffer:b"): names.is_buffer,

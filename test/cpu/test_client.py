@@ -91,11 +91,11 @@ def test_the_products_of_other_devices_are_their_own(
 def test_malloc_is_told_to_keep_what_is_freed_for_cpu_devices_alone(
     monkeypatch: pytest.MonkeyPatch, kind: str, calls: int
 ) -> None:
-    told: list[tuple[str, ...]] = []
+    settings: list[tuple[str, ...]] = []
     monkeypatch.setenv("PJRT_DEVICE", kind)
     monkeypatch.setattr(xla_compat, "has_client", lambda: True)
     monkeypatch.setattr(xla_compat, "num_local_devices", lambda: 1)
-    monkeypatch.setattr(heap, "keep_freed", told.append)
+    monkeypatch.setattr(heap, "keep_freed", settings.append)
     monkeypatch.setenv("PJRT_NPROC", "2")
     with cpu.starting():
-        assert len(told) == calls
+        assert len(settings) == calls

@@ -32,7 +32,7 @@ Program = list[tuple[str, int, int]]
 
 
 class Machine(nn.Module):
-    """Run a program on a growing list of values."""
+    """An interpreter of programs on a growing list of values."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()

@@ -115,7 +115,7 @@ def test_each_device_holds_one_tile(text: str, tiles: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("text", ["{maximal device=1}", "{devices=[2]0,1}"])
-def test_a_value_must_lie_on_all_devices(text: str) -> None:
+def test_a_value_must_be_on_all_devices(text: str) -> None:
     with pytest.raises(ValueError, match="expected one over all 4 local devices"):
         parse_sharding(text).tile_of_device(4)
 
@@ -160,3 +160,25 @@ def test_a_stack_is_not_split_twice_over_the_same_devices() -> None:
     first = parse_sharding("{devices=[2,2]0,1,2,3 last_tile_dim_replicate}")
     rows = parse_sharding("{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}")
     assert stacked(first, rows, 2, 4) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{replicated}",
+        "{devices=[2,1]1,0}",
+        "{devices=[1,2,2]0,2,1,3 last_tile_dim_replicate}",
+    ],
+)
+def test_a_sharding_is_written_as_it_is_read(text: str) -> None:
+    assert parse_sharding(text).text == text
+
+
+def test_groups_of_one_device_are_no_groups() -> None:
+    args = OpShardingArgs([0, 1], [0, 1], [[0], [1]], 5)
+    assert args.text == "{devices=[2]0,1}"
+
+
+def test_a_value_of_one_device_has_no_text_here() -> None:
+    with pytest.raises(ValueError, match="expected one over all devices"):
+        _ = parse_sharding("{maximal device=1}").text

@@ -28,12 +28,12 @@ def test_a_product_is_two_operations_per_place_and_summed_size() -> None:
 
 def test_a_product_of_a_library_counts_as_one_of_xla() -> None:
     call = """
-  %product = f32[30]{0} custom-call(%left, %right), \
-custom_call_target="torch_xla_pp.product.6.4.5.0.1", api_version=API_VERSION_TYPED_FFI
+  %product = f32[90]{0} custom-call(%left, %right), \
+custom_call_target="torch_xla_pp.product.3.6.4.5.0.1", api_version=API_VERSION_TYPED_FFI
   %other = f32[30]{0} custom-call(%left), custom_call_target="torch_xla_pp.send.6.4.5.0"
 """
-    assert product_flops(call) == 2 * 6 * 4 * 5
-    assert product_flops(HLO + call) == product_flops(HLO) + 2 * 6 * 4 * 5
+    assert product_flops(call) == 3 * 2 * 6 * 4 * 5
+    assert product_flops(HLO + call) == product_flops(HLO) + 3 * 2 * 6 * 4 * 5
 
 
 def test_a_program_without_products_does_nothing() -> None:

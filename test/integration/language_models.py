@@ -27,7 +27,7 @@ BASICS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Which model to train and how; `manual` stages are for "llama" alone."""
+    """A model and how to train it; `manual` stages are for "llama" alone."""
 
     model: str
     ranks: int = 2
@@ -56,7 +56,7 @@ class Report:
 
 
 class DenseMoe(MixtralSparseMoeBlock):
-    """Send each token through all experts: shapes do not depend on the routing."""
+    """Experts that all get every token: shapes do not depend on the routing."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.gate(hidden_states)
@@ -200,7 +200,7 @@ class LlamaPart(nn.Module):
 
 
 class Passed(nn.Module):
-    """Stand for a layer of another stage, so that the others keep their names."""
+    """A placeholder for a layer of another stage; the others keep their names by it."""
 
     def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states

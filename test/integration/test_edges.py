@@ -199,7 +199,7 @@ def check(got: Tensor | None, expected: Tensor | None) -> None:
 
 
 class Late(nn.Module):
-    """Takes a value of the previous stage, and others of its own rank's batch."""
+    """A stage with a value of the previous stage, and others of its rank's batch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
 """What a stage says of its costs is true."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 import torch_xla_pp as xpp
 from torch_xla_pp.compile import Explanation, ProgramCost
 from torch_xla_pp.hlo import Collective
+from torch_xla_pp.mesh import LocalMesh, presets
 from torch_xla_pp.testing import Worlds
 
 ROWS, LENGTH, WIDTH, CLASSES = 2, 6, 16, 40
@@ -47,6 +49,42 @@ def test_an_explanation_reads_like_this() -> None:
 
 
 @pytest.mark.pure
+def test_an_explanation_for_a_device_says_what_would_bound_it() -> None:
+    gather = Collective(kind="all-gather", axes=("data",), count=2, num_bytes=64)
+    summed = Collective(kind="all-reduce", axes=("model", "data"), count=1, num_bytes=8)
+    other = Collective(kind="all-reduce", axes=None, count=1, num_bytes=8)
+    explanation = Explanation(
+        stage=1,
+        num_parameters=8,
+        parameter_bytes=16,
+        received_bytes=32,
+        sent_bytes=20,
+        programs=(
+            ProgramCost(name="forward", collectives=(gather, other), flops=160),
+            ProgramCost(name="backward", collectives=(), flops=320),
+            ProgramCost(name="gradient reduction", collectives=(summed,)),
+            ProgramCost(name="inference", collectives=None, flops=None),
+        ),
+        sends=True,
+        num_microbatches=4,
+        mesh=LocalMesh(names=("data", "model"), shape=(2, 4)),
+        rules=presets.fsdp("data"),
+    ).among(3, 1, "v5e")
+    bounds = {bound.axis: bound for bound in xpp.advise(explanation).bounds}
+    # A device sends half of what it gathers, and 14 of 8 of what it sums.
+    assert bounds["data"].strategy == "fsdp"
+    assert bounds["data"].intensity == 160 / 32
+    assert bounds["model+data"].intensity == 4 * 320 / 14
+    assert bounds["pp"].intensity == 160 / 20
+    text = str(explanation)
+    assert "  for v5e, from peaks; nothing was measured\n    fsdp over data" in text
+    assert "6 microbatches, two for each rank, in place of 4" in text
+    unknown = replace(explanation, programs=explanation.programs[3:])
+    with pytest.raises(ValueError, match="expected the HLO of programs, got none"):
+        xpp.advise(unknown)
+
+
+@pytest.mark.pure
 def test_without_a_dump_the_collectives_are_said_to_be_unknown() -> None:
     cost = ProgramCost(name="forward", collectives=None)
     assert str(cost).startswith("  forward: unknown: set XLA_FLAGS='--xla_dump_to=")
@@ -75,6 +113,10 @@ def explained() -> tuple[dict[str, int], dict[str, int]]:
         schedule.step(x.flatten(0, 1), target=y.flatten(0, 1))
         programs = stage.explain().programs
         found.append({program.name: program.flops for program in programs})
+    load = stage.explain(device="v5e").load()
+    assert load.machine is not None and load.machine.name == "v5e"
+    assert (load.num_microbatches, load.num_ranks, load.stages_per_rank) == (2, 1, 1)
+    assert load.stages[0].flops == {"F": found[0]["forward"], "B": found[0]["backward"]}
     return found[0], found[1]
 
 

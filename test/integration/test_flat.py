@@ -92,10 +92,10 @@ def test_equal_stages_of_a_rank_share_their_programs(
     arguments = (width, dropout)
     first, last = worlds.run(programs_of_equal_stages, ranks=2, args=arguments)
     # Stages 2 and 4 share a forward and a backward; stage 0 has others, as it neither
-    # receives nor sends back; sums begin alike everywhere.
-    assert first == 5
+    # receives nor sends back; sums begin and end alike everywhere.
+    assert first == 6
     # Stages 1 and 3 share theirs; the last one does not send on, and has the loss.
-    assert last == 2 + 2 + 1 + 1
+    assert last == 2 + 2 + 1 + 2
 
 
 def steps_that_compile(options: dict[str, Any], first: int, last: int) -> list[int]:

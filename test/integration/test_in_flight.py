@@ -133,7 +133,7 @@ def test_a_whole_batch_is_cut_without_an_exchange(
 
 
 class Slow(Scale):
-    """Takes its time on the device, by products that nobody needs."""
+    """A layer that is slow on the device, by products that nothing uses."""
 
     def forward(self, x: Tensor) -> Tensor:
         square = torch.eye(768, device=x.device)

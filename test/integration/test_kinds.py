@@ -23,7 +23,7 @@ COUNTERS = ("UncachedCompile", "CreateCompileHandles")
 
 
 class Mixing(nn.Module):
-    """Mixes along the length, so that a padded program would be noticed."""
+    """A mix along the length, so that a padded program would be noticed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_many_shapes_are_warned_of(worlds: Worlds) -> None:
 
 
 class Dropping(nn.Module):
-    """Some layers that drop, with the weights of one model."""
+    """Layers with dropout, with the weights of one model."""
 
     def __init__(self, count: int) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ class Rebound(Case):
 
 
 class Looked(Case):
-    """Cannot be traced: what it computes depends on a value."""
+    """A loss that cannot be traced, as its computation depends on a value."""
 
     def make(self) -> Callable[[Tensor, Tensor], Tensor]:
         def loss(output: Tensor, target: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ FACTOR = 1.0
 
 
 class Model(nn.Module):
-    """Normalizes by the batch, and goes other ways in other modes."""
+    """A model with a batch norm, and other branches in other modes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 
 class Dropping(nn.Module):
-    """Drops half."""
+    """Dropout of one half."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Dropping(nn.Module):
 
 
 class Attending(nn.Module):
-    """Drops in the attention and between recurrent layers."""
+    """Dropout in attention and between recurrent layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def test_dropout_is_switched_on_and_off(
 
 
 class Other(Model):
-    """Sends another number of values in evaluation."""
+    """A model that sends another number of values in evaluation."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.second(self.first(x))
@@ -172,7 +172,7 @@ class Other(Model):
 
 
 class Untraceable(Model):
-    """Can be traced in training alone."""
+    """A model that can be traced only in training."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training and x.sum() > 0:

@@ -119,6 +119,56 @@ def test_a_short_last_batch_trains_as_in_eager(
         assert found["compiled"] == 0
 
 
+def ignore(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def ignore_in_sum(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+def train_on_tokens(loss_fn: Any, reduction: Any) -> list[float]:
+    """Train on a short batch of tokens of which each row ignores another number."""
+    rank = join().rank()
+    torch.manual_seed(0)
+    model = Model()
+    unsplit = copy.deepcopy(model)
+    part = [model.first, model.second][rank]
+    stage = xpp.PipelineStage(part, rank, 2, xpp.device())
+    is_mean = reduction == "mean"
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_fn, scale_grads=is_mean)
+    x = torch.randn(5, 4, WIDTH)
+    y = torch.randint(CLASSES, (5, 4))
+    y[torch.arange(4) < torch.arange(5)[:, None] % 4] = -100
+    loss = loss_fn(unsplit.second(unsplit.first(x)), y)
+    loss.backward()
+    x, y = xpp.pad_batch(schedule, x, y, rows=ROWS, reduction=reduction)
+    run(schedule.step, stage, x, y)
+    error = float(sum_of(xpp.losses(schedule), reduction) - loss.detach())
+    wanted = [unsplit.first, unsplit.second][rank]
+    pairs = zip(stage.submod.parameters(), wanted.parameters(), strict=True)
+    return [error, *(float((p.grad.cpu() - q.grad).abs().max()) for p, q in pairs)]  # type: ignore[union-attr,operator]
+
+
+def test_a_sum_that_ignores_tokens_is_that_of_the_short_batch(worlds: Worlds) -> None:
+    for errors in worlds.run(train_on_tokens, ranks=2, args=(ignore_in_sum, "sum")):
+        assert max(map(abs, errors)) < 3e-5
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "reduction"), [(ignore, "mean"), (ignore_in_sum, "mean")]
+)
+def test_a_loss_that_is_no_mean_over_rows_is_refused(
+    worlds: Worlds, loss_fn: Any, reduction: str
+) -> None:
+    outcomes = worlds.run_outcomes(
+        train_on_tokens, ranks=2, args=(loss_fn, reduction), keep_workers=True
+    )
+    for outcome in outcomes:
+        assert outcome.error == "PipelineError"
+        assert "expected a loss_fn that is a mean over rows, got" in outcome.message
+
+
 def pad_wrongly(case: str) -> None:
     rank = join().rank()
     stage = xpp.PipelineStage(nn.Linear(2, 2), rank, 2, xpp.device())

@@ -120,7 +120,7 @@ TWO_DEVICES = [
         model="block",
         order="gpipe",
         schedule="ScheduleGPipe",
-        options=PAIRS | {"sharding": ("tp",)},
+        options=PAIRS | {"sharding": ("tp",), "rules": RULES},
     ),
 ]
 UNLIKE = [
@@ -180,7 +180,8 @@ class Trained:
         self.mesh = xpp.init_device_mesh("xla", plan=self.plan)
         pipe = xpp.pipeline(model, batch_of(case.model), plan=self.plan)
         splits = any({"fsdp", "tp"} & {*rank.rules} for rank in self.plan.ranks)
-        sharding = RULES if splits else None
+        # Rules that a plan was made with are in it.
+        sharding = RULES if splits and self.plan.rules is None else None
         self.stages = pipe.build_stages(self.mesh, sharding=sharding)
         self.schedule = pipe.make_schedule(self.stages, loss_fn=loss_of)
         assert order_of(self.schedule) == self.plan.table()
@@ -332,8 +333,9 @@ def split_by_other_plans() -> str:
     stages = pipe.build_stages(mesh)
     schedule = pipe.make_schedule(stages, loss_fn=loss_of)
     args = batch_of(case.model, MICROBATCHES * ROWS)
+    target = torch.zeros(MICROBATCHES * ROWS)
     try:
-        schedule.step(*(args if stages[0].is_first else ()), target=torch.zeros(1))
+        schedule.step(*(args if stages[0].is_first else ()), target=target)
     except PipelineError as error:
         return str(error)
     return "none"

@@ -208,7 +208,7 @@ def test_a_schedule_is_needed() -> None:
 
 
 class _ClockAhead:
-    """Be a clock that is ahead by three hours."""
+    """A clock that is ahead by three hours."""
 
     ahead_ns = 3 * 3600 * 10**9
 

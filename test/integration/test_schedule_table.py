@@ -69,11 +69,11 @@ def test_a_file_is_run_in_its_order_and_eval_runs_its_forwards(
     order = zb1p(2, 2)
     job = Job(table=order.to_csv(path), frontend="manual", num_microbatches=2)
     found = worlds.run(names_and_orders, ranks=2, devices=1, args=(job, str(path)))
-    for rank, (stepped, evaluated, told) in enumerate(found):
+    for rank, (stepped, evaluated, printed) in enumerate(found):
         row = [str(action) for action in order.actions[rank]]
         assert stepped == row
         assert evaluated == [text for text in row if "F" in text]
-        assert told == str(order)
+        assert printed == str(order)
 
 
 def fault_of(job: Job, table: str) -> str:

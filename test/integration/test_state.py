@@ -27,7 +27,7 @@ class Config:
 
 
 class Reading(nn.Module):
-    """Reads all kinds of values."""
+    """A module that reads all kinds of values."""
 
     power = 1.0
 
@@ -191,7 +191,7 @@ def test_one_stage_may_change_alone(worlds: Worlds) -> None:
 
 
 class Counting(nn.Module):
-    """Counts its calls, which programs cannot do."""
+    """A counter of its calls, which programs cannot count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class Counting(nn.Module):
 
 
 class Caching(Counting):
-    """Computes something when it is first called."""
+    """A module that caches a value when it is first called."""
 
     mask: Tensor | None = None
     length: int = 0
@@ -213,6 +213,42 @@ class Caching(Counting):
         if self.mask is None:
             self.mask = torch.ones(self.length, device=x.device)
         return self.linear(x) * self.mask
+
+
+class Replacing(nn.Module):
+    """A module that replaces a buffer by new tensors."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.mean = 0.5 * self.mean + x.detach().mean(0)
+        return x + self.mean
+
+
+class Rescaling(nn.Module):
+    """A module whose backward reads what its forward wrote to a buffer in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.mul_(1.1)
+        return self.linear(x) * self.scale
+
+
+def growing() -> nn.Module:
+    return Replacing(1)
+
+
+def compiled() -> nn.Module:
+    inner = torch.compile(nn.Linear(WIDTH, WIDTH), backend="aot_eager")
+    return nn.Sequential(inner, nn.Tanh())
 
 
 def one_stage(module: nn.Module) -> tuple[Any, Any]:
@@ -237,12 +273,30 @@ def test_a_forward_that_counts_is_refused(worlds: Worlds) -> None:
         worlds.run(train_twice, ranks=1, args=(Counting,), keep_workers=True)
 
 
+def test_a_forward_may_put_a_tensor_in_the_place_of_a_buffer(worlds: Worlds) -> None:
+    assert worlds.run(train_twice, ranks=1, args=(Replacing,)) == [{}]
+
+
+def test_a_backward_may_read_what_a_buffer_has_become(worlds: Worlds) -> None:
+    assert worlds.run(train_twice, ranks=1, args=(Rescaling,)) == [{}]
+
+
+def test_a_part_that_torch_compile_has_wrapped_is_run(worlds: Worlds) -> None:
+    assert worlds.run(train_twice, ranks=1, args=(compiled,)) == [{}]
+
+
+def test_a_buffer_keeps_its_shape(worlds: Worlds) -> None:
+    text = r"leave buffer mean torch.float32 \[1\], got torch.float32 \[4\]"
+    with pytest.raises(WorldsFailed, match=text):
+        worlds.run(train_twice, ranks=1, args=(growing,), keep_workers=True)
+
+
 def test_a_forward_may_keep_what_it_first_computes(worlds: Worlds) -> None:
     assert worlds.run(train_twice, ranks=1, args=(Caching,)) == [{}]
 
 
 class Annealed(nn.Module):
-    """Has nothing to train at first."""
+    """A module with nothing to train at first."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -37,9 +37,10 @@ class Adapted(nn.Module):
         self.base = nn.Linear(WIDTH, rows)
         self.down = nn.Linear(WIDTH, 2, bias=False)
         self.up = nn.Linear(2, rows, bias=False)
+        self.scale = nn.Parameter(torch.ones(rows))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(x).tanh() + self.up(self.down(x))
+        return self.base(x).tanh() * self.scale + self.up(self.down(x))
 
 
 def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -114,6 +115,17 @@ def clip_elements(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
+def clip_parts(loop: Loop) -> None:
+    """Parameters are read right after the last update, which reads all gradients."""
+    optimizer = torch.optim.SGD(loop.parameters(), lr=0.5)
+    for x, y in batches(STEPS):
+        loop.backward(x, y)
+        for module in loop.modules:
+            nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def average(loop: Loop) -> None:
     averaging: Any = get_ema_multi_avg_fn(0.5)
     averaged = [AveragedModel(m, multi_avg_fn=averaging) for m in loop.modules]
@@ -163,6 +175,7 @@ HABITS: dict[str, Callable[[Loop], None]] = {
     "zero_grad(set_to_none=False), SGD with momentum": keep_zeros,
     "learning rate schedulers": schedule_rates,
     "clip_grad_value_": clip_elements,
+    "clip_grad_norm_ of each stage": clip_parts,
     "exponential moving averages": average,
     "an optimizer's state loaded": go_on,
     "groups of parameters": decay_some,

@@ -86,7 +86,7 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """How one rank lays values out, if ranks differ: its mesh and its sharding."""
+    """The layout of values on one rank, if ranks differ: its mesh and its sharding."""
 
     axes: tuple[str, ...] = ("data",)
     sizes: tuple[int, ...]

@@ -1,5 +1,6 @@
 """The mesh of a job: over ranks and over each rank's devices."""
 
+import os
 from typing import Any
 
 import numpy as np
@@ -219,3 +220,23 @@ def mesh_of_all_ranks() -> str:
 def test_a_mesh_over_the_devices_of_all_ranks_says_what_to_do(worlds: Worlds) -> None:
     for text in worlds.run(mesh_of_all_ranks, ranks=2, devices=2):
         assert "expected the devices of this rank, 0..1. Take a slice of" in text
+
+
+def make_over_hosts(slow: tuple[str, ...], names: tuple[str, ...]) -> str:
+    dist.init_process_group("xla_pp")
+    os.environ["GROUP_RANK"] = str(dist.get_rank())
+    try:
+        mesh = xpp.init_device_mesh("xla", (2, 1), mesh_dim_names=names, slow=slow)
+    finally:
+        del os.environ["GROUP_RANK"]
+    return repr(mesh)
+
+
+def test_only_slow_axes_may_go_from_host_to_host(worlds: Worlds) -> None:
+    found = worlds.run(make_over_hosts, ranks=2, args=(("dp",), ("dp", "pp")))
+    assert found == ["PipelineMesh(dp=2 x pp=1)"] * 2
+    for outcome in worlds.run_outcomes(
+        make_over_hosts, ranks=2, args=((), ("dp", "pp")), keep_workers=True
+    ):
+        assert outcome.error == "ValueError"
+        assert "expected ranks 0 and 1 on one host, got 0 and 1" in outcome.message

@@ -98,17 +98,75 @@ def test_styles_split_weights_and_nothing_else_changes(worlds: Worlds) -> None:
         assert found["marked"].startswith("{devices=[2,1,2]")
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+SEQUENCE = {
+    "*.norm": SequenceParallel(),
+    "*.up": ColwiseParallel(input_layouts=Shard(1)),
+    "*.down": RowwiseParallel(output_layouts=Shard(1)),
+    "2": SequenceParallel(),
+}
+
+
+def split_the_sequence(is_traced: bool) -> tuple[Any, list[int], int]:
+    rank, mesh = join().rank(), mesh_of_job()
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), nn.LayerNorm(8), nn.Linear(8, 8))
+    unsplit = copy.deepcopy(model)
+    parallelize_module(model, mesh["model"], SEQUENCE)
+    slices: dict[str, Any] = {"mesh": mesh["data", "model"]}
+    if is_traced:
+        pipe = xpp.pipeline(
+            model, (torch.zeros(4, 6, 8),), split_spec={"3": SplitPoint.BEGINNING}
+        )
+        stage = pipe.build_stage(rank, xpp.device(), **slices)
+    else:
+        part = (
+            nn.Sequential(*model[:3]) if rank == 0 else nn.ModuleDict({"3": model[3]})
+        )
+        if rank == 1:
+            part.forward = model[3].forward
+        stage = xpp.PipelineStage(part, rank, 2, xpp.device(), **slices)
+    schedule = Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss)
+    x, y = torch.randn(2, 8, 6, 8)
+    report = xpp.verify(unsplit, schedule, x, y)
+    made = 4 * 6 * 8 * 4
+    return report, [made, stage.explain().sent_bytes], rank
+
+
+@pytest.mark.parametrize("is_traced", [True, False])
+def test_the_sequence_is_split_where_styles_say_so(
+    worlds: Worlds, is_traced: bool
+) -> None:
+    args = (is_traced,)
+    first, last = worlds.run(split_the_sequence, ranks=2, devices=4, args=args)
+    for report, _, _ in (first, last):
+        assert report.is_equal, str(report)
+    # Rows are split over two devices, and the sequence over two.
+    whole, sent = first[1]
+    assert sent == whole // 4
+
+
 def refuse(call: Callable[[nn.Module, Any], Any]) -> None:
     join()
     call(nn.Linear(4, 4), mesh_of_job()["model"])
 
 
 def norm(_: nn.Module, mesh: Any) -> None:
-    parallelize_module(nn.LayerNorm(4), mesh, SequenceParallel())
+    both = mesh_of_job()["data", "model"]
+    distribute_module(nn.LayerNorm(4), both, SequenceParallel()._replicate_module_fn)
 
 
 def sequence_output(module: nn.Module, mesh: Any) -> None:
-    parallelize_module(module, mesh, RowwiseParallel(output_layouts=Shard(1)))
+    parallelize_module(module, mesh, ColwiseParallel(output_layouts=Shard(1)))
 
 
 def inputs(module: nn.Module, mesh: Any) -> None:
@@ -146,10 +204,10 @@ def uneven(module: nn.Module, mesh: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (norm, "got SequenceParallel, .*=presets.tensor_sequence"),
-        (sequence_output, "RowwiseParallel: expected layouts .*tensor_sequence"),
+        (norm, "SequenceParallel: expected one axis of the mesh, got RankMesh"),
+        (sequence_output, "ColwiseParallel: expected layouts .*tensor_sequence"),
         (inputs, "get_coordinate: expected an axis over processes"),
-        (input_function, "got input_fn and output_fn"),
+        (input_function, "got input_fn or output_fn"),
         (fsdp, "presets.fsdp for fully_shard"),
         (sums, "expected Shard or Replicate"),
         (many, "expected a placement for each axis of RankMesh"),

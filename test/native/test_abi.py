@@ -4,6 +4,8 @@ import ctypes
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torchrun import ROOT
 
 from torch_xla_pp.native import abi, loader
@@ -12,6 +14,7 @@ pytestmark = pytest.mark.pure
 
 _LISTS = {
     "XPP_OPS": "ops",
+    "XPP_WORDS": "words",
     "XPP_EVENTS": "events",
     "XPP_FAILURES": "failures",
     "XPP_DIRECTIONS": "directions",
@@ -21,6 +24,7 @@ _LISTS = {
     "XPP_ROUTE_FIELDS": "route",
     "XPP_ROW_FIELDS": "row",
     "XPP_STATS_FIELDS": "stats",
+    "XPP_PRODUCT_FIELDS": "product",
 }
 
 
@@ -89,3 +93,11 @@ def test_a_row_has_exactly_its_fields() -> None:
     assert row == [1, 2, 3]
     with pytest.raises(TypeError, match="expected kind, stage, microbatch, got kind"):
         abi.row_of(abi.MARK_FIELDS, kind=1)
+
+
+@given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1)))
+def test_operands_have_each_number_as_a_low_and_a_high_word(row: list[int]) -> None:
+    words = abi.words_of(row)
+    assert all(-(1 << 31) <= word < 1 << 31 for word in words)
+    pairs = zip(words[::2], words[1::2], strict=True)
+    assert [(high << 32) + low % (1 << 32) for low, high in pairs] == row

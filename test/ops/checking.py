@@ -34,7 +34,7 @@ Kind = Literal["right", "random", "refused", "wrong"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """Hold a module and inputs on the host, and how to name them."""
+    """A module and inputs on the host, with their name."""
 
     module: nn.Module
     inputs: tuple[Tensor, ...]
@@ -43,7 +43,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Say what became of a case.
+    """The verdict on a case.
 
     Args:
         kind: "right" equals eager; "random" does in the mean; "refused" raised.
@@ -65,7 +65,7 @@ class Whole(Compiled):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
-    """Hold outputs, and a gradient for each input."""
+    """Outputs, and a gradient for each input."""
 
     outputs: list[Tensor]
     grads: list[Tensor]
@@ -172,7 +172,7 @@ def _double(value: Tensor) -> Tensor:
 
 
 class _Stage:
-    """Run a stage's programs forward and backward."""
+    """The programs of a stage, run forward and backward."""
 
     def __init__(self, stage: Whole, tangents: Sequence[Tensor | None]) -> None:
         self._stage = stage

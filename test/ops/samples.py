@@ -48,7 +48,7 @@ _INTERNAL = {
 
 
 def full_name(op: OpInfo) -> str:
-    """Return the name that tells an operator's variants apart."""
+    """Return the name that distinguishes an operator's variants."""
     variant = op.variant_test_name
     return f"{op.name}.{variant}" if variant else op.name
 
@@ -63,7 +63,7 @@ def differentiable() -> dict[str, OpInfo]:
 
 
 class Calling(nn.Module):
-    """Call an operator on the tensors that it gets and the rest of a sample."""
+    """A call of an operator on its input tensors and the rest of a sample."""
 
     def __init__(self, op: OpInfo, sample: SampleInput) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def _as_real(value: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unfit:
-    """Say why a sample cannot be the inputs of a stage."""
+    """The reason why a sample cannot be the inputs of a stage."""
 
     text: str
     reason: str

@@ -4,7 +4,7 @@
 
 takes some minutes and returns 1 if an operator is wrong. With names of operators it
 runs these alone, and takes the others from `build/operators.json`, where results are
-kept. Operators run in worker processes of one device: an abort inside of XLA ends one
+kept. Operators run in worker processes of one device: an abort inside XLA ends one
 of them, is counted as wrong, and another one goes on.
 """
 

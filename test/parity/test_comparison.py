@@ -51,7 +51,7 @@ class Half(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Keeps running means, and may drop values."""
+    """A model with running means and, if wanted, dropout."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -247,3 +247,41 @@ def test_what_cannot_be_compared_is_refused_on_every_rank(
     ):
         assert outcome.error == "ValueError"
         assert text in outcome.message
+
+
+def verify_replicas() -> tuple[bool, str, list[str], list[float]]:
+    """Verify two replicas on parts of a batch, as they are and with one scaled."""
+    join()
+    mesh = xpp.init_device_mesh("xla", (2, 2, 1), mesh_dim_names=("dp", "pp", "data"))
+    replica, rank = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    pipe = xpp.pipeline(
+        model, mb_args=(torch.zeros(2, 4),), split_spec={"2": SplitPoint.BEGINNING}
+    )
+    stage = pipe.build_stage(
+        rank, xpp.device(), mesh.get_group("pp"), replicas=mesh.get_group("dp")
+    )
+    x, y = torch.randn(2, 8, 4).chunk(2, dim=1)[replica]
+    reports = [
+        xpp.verify(model, Schedule1F1B(stage, 2, loss_fn=loss), x, y)
+        for loss in (F.mse_loss, lambda a, b: (1 + 2 * replica) * F.mse_loss(a, b))
+    ]
+    wrong = xpp.verify(
+        model, Schedule1F1B(stage, 2, loss_fn=F.mse_loss, scale_grads=False), x, y
+    )
+    ratios = [d.ratio for d in wrong.wrong if d.what == "gradient"]
+    return (
+        reports[0].is_equal,
+        str(reports[0]),
+        [d.name for d in reports[1].wrong],
+        ratios,
+    )
+
+
+def test_replicas_are_compared_with_the_mean_over_their_parts(worlds: Worlds) -> None:
+    for found in worlds.run(verify_replicas, ranks=4):
+        is_equal, text, wrong, ratios = found
+        assert is_equal, text
+        assert {"0.weight", "0.bias", "2.weight", "2.bias"} <= set(wrong)
+        assert ratios == pytest.approx([2.0] * 4, abs=1e-3)

@@ -21,7 +21,7 @@ def test_a_difference_is_relative_to_the_largest_element() -> None:
     assert found.largest == 8.0
 
 
-def test_the_ratio_tells_a_wrong_factor() -> None:
+def test_the_ratio_reveals_a_wrong_factor() -> None:
     expected = torch.randn(5, generator=torch.Generator().manual_seed(0))
     assert Difference.of("loss", "l", 4 * expected, expected).ratio == pytest.approx(4)
 

@@ -1,12 +1,19 @@
 """Searches that see joined works, and plans that have all of them."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_models import WorkBuilder, gpt, mmt
 from strategies import series_parallel_graphs, work_graphs
 
-from torch_xla_pp.planner import check, make_plan
+from torch_xla_pp.planner import (
+    MeasuredCosts,
+    RowSeconds,
+    WorkSeconds,
+    check,
+    make_plan,
+)
 from torch_xla_pp.planner.devices import DEVICES, Cluster
 from torch_xla_pp.planner.evaluation import Evaluator
 from torch_xla_pp.planner.joined_works import (
@@ -47,6 +54,34 @@ def test_joined_works_are_all_works_in_the_order_of_data_flow(
     assert {*joined.edges} == {(p, c) for p, c in edges if p != c}
 
 
+@settings(max_examples=50, deadline=None)
+@given(graph=work_graphs(8), data=st.data())
+def test_stages_of_joined_works_save_what_those_of_all_works_do(
+    graph: WorkGraph, data: st.DataObject
+) -> None:
+    count = len(graph.works)
+    groups = joined_groups(graph, [1.0] * count, data.draw(st.integers(1, count)))
+    joined = joined_graph(graph, groups)
+    border = data.draw(st.integers(0, len(joined.works)))
+    parts = [part for part in (joined.works[:border], joined.works[border:]) if part]
+    stages = [[op for work in part for op in work.ops] for part in parts]
+    options = {"remat": ("none",), "schedules": ("gpipe",), "microbatches": (1,)}
+    found = [
+        make_plan(
+            works,
+            rows=works.rows,
+            ranks=len(stages),
+            device="v5p",
+            stages=stages,
+            **options,  # type: ignore[arg-type]
+        )
+        for works in (graph, joined)
+    ]
+    assert found[0].predicted.stages[0].saved_bytes == pytest.approx(
+        found[1].predicted.stages[0].saved_bytes, abs=1
+    )
+
+
 def test_a_value_within_joined_works_is_kept_as_their_own() -> None:
     build = WorkBuilder(4)
     at = build.given("x", 10)
@@ -70,15 +105,60 @@ def test_light_works_are_joined_first_and_branches_stay() -> None:
     assert max(sizes) <= 4
 
 
-def evaluator_of(graph: WorkGraph) -> Evaluator:
+def evaluator_of(graph: WorkGraph, costs: MeasuredCosts | None = None) -> Evaluator:
     cluster = Cluster(device=DEVICES["v5p"], num_devices=8)
-    return Evaluator(table=WorkTable(graph), cluster=cluster, has_own_inputs=True)
+    table = WorkTable(graph, costs)
+    return Evaluator(table=table, cluster=cluster, has_own_inputs=True)
 
 
+def costs_of(graph: WorkGraph) -> MeasuredCosts:
+    """Return times that are longer for works that compute more."""
+    kinds = {work.digest: work for work in graph.works}
+    lines = {
+        digest: RowSeconds(
+            seconds_per_row=1e-3 * len(digest), seconds=1e-9 * work.forward.of(1)[0]
+        )
+        for digest, work in kinds.items()
+    }
+    return MeasuredCosts(
+        device="v5p",
+        rows=(1, 64),
+        action_s=1e-3,
+        works=tuple(
+            WorkSeconds(
+                digest=digest,
+                name=digest,
+                forward=line,
+                backward=RowSeconds.added([line, line]),
+                backward_input=line,
+                backward_weight=line,
+            )
+            for digest, line in lines.items()
+        ),
+    )
+
+
+def test_measured_times_of_joined_works_are_sums() -> None:
+    graph = mmt(2)
+    costs = costs_of(graph)
+    whole = evaluator_of(graph, costs)
+    joined = joined_evaluator(whole, 10)
+    assert joined.table.num_works <= 10
+    for kind, lines in joined.table.measured_lines.items():
+        groups = np.array(joined.groups)
+        for column in range(2):
+            own = whole.table.measured_lines[kind][:, column]
+            assert lines[:, column] == pytest.approx(np.bincount(groups, own))
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
 @pytest.mark.parametrize("graph", [gpt(20, 512, 256), mmt(4)], ids=lambda g: g.source)
-def test_cuts_of_joined_works_cost_what_they_cost_with_all(graph: WorkGraph) -> None:
-    whole = evaluator_of(graph)
+def test_cuts_of_joined_works_cost_what_they_cost_with_all(
+    graph: WorkGraph, is_measured: bool
+) -> None:
+    whole = evaluator_of(graph, costs_of(graph) if is_measured else None)
     joined = joined_evaluator(whole, 30)
+    assert joined.table.num_works <= 30
     request = Request(rows=64, num_ranks=8, devices_per_rank=1, replicas=(1,))
     best = best_of(search(request, joined))
     again = whole.evaluate(

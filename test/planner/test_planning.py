@@ -405,8 +405,10 @@ def test_the_nearest_numbers_that_work_are_told_and_do(
 ) -> None:
     with pytest.raises(ValueError, match=text) as caught:
         make_plan(uneven_gpt(), rows=rows, replicas=(1,), **arguments)
-    told = re.search(r"are ([\d, ]+);", str(caught.value))
-    for count in told[1].split(", ") if told and "microbatches" in arguments else ():
+    listed = re.search(r"are ([\d, ]+);", str(caught.value))
+    for count in (
+        listed[1].split(", ") if listed and "microbatches" in arguments else ()
+    ):
         again = arguments | {"microbatches": (int(count),), "memory_bytes": 2**40}
         assert make_plan(uneven_gpt(), rows=rows, replicas=(1,), **again)
     if near := re.search(r"take (\d+) rows", str(caught.value)):

@@ -49,13 +49,13 @@ def test_as_many_collectives_are_told_as_times_count(
     for stage in range(2):
         for when in ("F", "I", "W"):
             # A sum of all is a reduce-scatter and a gather.
-            told = sum(
+            stated = sum(
                 one.count * (2 if one.kind == "all-reduce" else 1)
                 for one in found
                 if (one.stage, one.when) == (stage, when)
             )
             late = seconds[0][stage, when] - seconds[1][stage, when]
-            assert late == pytest.approx(told)
+            assert late == pytest.approx(stated)
 
 
 def test_gradients_of_equal_copies_are_summed_once_a_step() -> None:

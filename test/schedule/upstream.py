@@ -9,7 +9,7 @@ from torch_xla_pp.schedule import Action, Schedule
 
 
 class Recorder:
-    """A stage that computes nothing and writes down what it is told to do."""
+    """A stage that computes nothing and records the calls of its schedule."""
 
     def __init__(self, stage: int, num_stages: int, rank: int, num_ranks: int) -> None:
         self.stage_index, self.num_stages = stage, num_stages

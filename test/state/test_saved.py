@@ -1,4 +1,4 @@
-"""What lies on a device is counted as programs are enqueued."""
+"""What is held on a device is counted as programs are enqueued."""
 
 import pytest
 import torch
@@ -75,6 +75,50 @@ def test_the_gradient_of_a_loss_is_counted_beside_the_output() -> None:
     saved.put("loss", 0, values("grad"), SIZES)
     saved.note_run(500)
     assert saved.own.most_active == 500 + SIZES["grad"] + SIZES["logits"]
+
+
+def names_of(*results: str) -> dict[str, str]:
+    return {name: f"storage of {name}" for name in results}
+
+
+def test_free_values_go_to_the_programs_that_made_them() -> None:
+    saved, maker = saved_values(), object()
+    assert saved.storages(maker, names_of("a", "b")) == {}
+    free = values("a", "b")
+    saved.free(free, SIZES)
+    found = saved.storages(maker, names_of("b", "large"))
+    assert found == {"storage of b": free["b"]}
+    assert saved.storages(maker, names_of("b")) == {}
+    assert saved.storages(object(), names_of("a")) == {}
+    assert saved.storages(maker, names_of("a")) == {}
+
+
+def test_what_takes_the_memory_of_free_values_is_counted_once() -> None:
+    saved, maker = saved_values(), object()
+    saved.storages(maker, names_of("a"))
+    for microbatch in range(4):
+        saved.storages(maker, names_of("a", "large"))
+        # What the program makes beside its arguments: the first one, all of it.
+        saved.note_run(0 if microbatch else 1100)
+        saved.put("saved", microbatch, values("a", "large"), SIZES)
+        read = saved.take("saved", microbatch)
+        saved.note_run(0)
+        saved.free(read, SIZES)
+    held = saved.own
+    assert (held.most_saved, held.most_held, held.most_active) == (1100, 1100, 1100)
+
+
+def test_free_values_stay_from_step_to_step_and_count() -> None:
+    saved, maker = saved_values(), object()
+    saved.storages(maker, {})
+    saved.free(values("a", "b"), SIZES)
+    saved.clear()
+    saved.share(saved)
+    for held in (saved.own, saved.of_rank):
+        assert (held.num_bytes, held.most_held, held.most_saved) == (160, 160, 0)
+    saved.drop_free()
+    assert saved.num_bytes == saved.of_rank.num_bytes == 0
+    assert saved.storages(maker, names_of("a")) == {}
 
 
 def test_nothing_is_late_where_the_device_frees_in_time() -> None:

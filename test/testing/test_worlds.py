@@ -1,6 +1,7 @@
 """The harness shows what went wrong and always ends."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -105,6 +107,18 @@ def test_processes_are_reused(worlds: Worlds) -> None:
     first = worlds.run(add_up, ranks=2, args=(1,))
     second = worlds.run(add_up, ranks=2, args=(2,))
     assert {pid for _, pid, _ in first} == {pid for _, pid, _ in second}
+
+
+def draw(is_uneven: bool) -> list[float]:
+    more = is_uneven and os.environ["RANK"] == "0"
+    numbers = [float(torch.rand(())), random.random(), float(numpy.random.rand())]
+    return numbers + (draw(False) if more else [])
+
+
+def test_ranks_draw_alike_whatever_ran_in_them_before(worlds: Worlds) -> None:
+    first, second = worlds.run(draw, ranks=2, args=(True,))
+    assert first != second
+    assert worlds.run(draw, ranks=2, args=(False,)) == [second, second]
 
 
 def test_the_environment_is_torchruns(worlds: Worlds) -> None:

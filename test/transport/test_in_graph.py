@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import time
 from pathlib import Path
@@ -89,6 +90,34 @@ def test_a_boundary_is_two_custom_calls_and_nothing_else(tmp_path: Path) -> None
         assert ops <= known
 
 
+def page_faults_of_a_large_message(size: int) -> int:
+    """Exchange messages of as many bytes; return what the second one cost."""
+    _, transport, peer = join()
+    sent = [on_device(torch.ones(size // 4))]
+    layouts = [ShardLayout.of_tensor(value) for value in sent]
+    for _ in range(2):
+        dist.barrier()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        transport.send(NAME, peer, sent)
+        (found,) = transport.recv(NAME, peer, layouts)
+        transport.settle()
+        page_faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        assert_same(found, sent[0])
+    return page_faults
+
+
+def test_a_large_message_costs_few_page_faults(worlds: Worlds) -> None:
+    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not pages.exists() or "[never]" in pages.read_text():
+        pytest.skip("this system has no large pages")
+    size = 1 << 25
+    for found in worlds.run(
+        page_faults_of_a_large_message, ranks=2, devices=1, args=(size,)
+    ):
+        # The parts of large pages at both ends are small pages.
+        assert found < size // resource.getpagesize() // 4
+
+
 def nothing_but_empty_values() -> None:
     _, transport, peer = join()
     empty = [on_device(torch.zeros(0, 3))]
@@ -115,7 +144,7 @@ def made_of_nothing() -> xla_compat.GraphHash:
 
 
 def tell_and_run() -> None:
-    """Run a program behind one that receives what comes once the sender was told."""
+    """Run a program behind one whose message comes once the sender is notified."""
     group, transport, peer = join()
     graph = made_of_nothing()
     laid_out = [ShardLayout.of_tensor(on_device(torch.zeros(3)))]
@@ -132,7 +161,7 @@ def tell_and_run() -> None:
     dist.barrier()
 
 
-def test_what_a_rank_told_is_heard_while_it_waits_for_a_program(worlds: Worlds) -> None:
+def test_a_rank_is_notified_while_it_waits_for_a_program(worlds: Worlds) -> None:
     """Programs of one device run on the thread that launches the next one."""
     worlds.run(tell_and_run, ranks=2, devices=1, timeout_s=60)
 
@@ -164,7 +193,7 @@ def random_values() -> int:
         xla_compat.materialize([send_op(route, sent, laid_out)])
         route = transport.receive_route(NAME, peer, laid_out)
         received, token = receive_op(route, laid_out)
-        # Uneven values become whole when they leave a program: compare inside of it.
+        # Uneven values become whole when they leave a program: compare inside it.
         checks = [
             (got == want).all()
             for got, want in zip(received, sent, strict=True)
@@ -270,12 +299,13 @@ def test_a_minute_between_the_messages_of_two_devices_does_no_harm(
 def killed_between_two_shards() -> None:
     group, transport, peer = join()
     transport.expect(Message("F", 1, 0, 0), peer)
+    transport.engine.delay(30.0, device=1)
+    group.rendezvous.exchange("delayed", None)
     if group.rank() == 0:
         transport.send(NAME, peer, values())
         xla_compat.wait_device()
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
-    transport.engine.delay(30.0, device=1)
     route = transport.receive_route(NAME, peer, layouts())
     (first, _), token = receive_op(route, layouts())
     total = first.sum()
@@ -303,7 +333,7 @@ def test_a_peer_killed_between_two_shards(worlds: Worlds) -> None:
 
 
 def last_of_four_dies() -> None:
-    """Let each rank wait for the next one, inside of XLA; the last one is killed."""
+    """Let each rank wait for the next one, inside XLA; the last one is killed."""
     group, transport, _ = join()
     rank = group.rank()
     if rank == 3:

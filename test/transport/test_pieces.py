@@ -1,4 +1,4 @@
-"""Values that lie in another way on the peer, which may have other devices."""
+"""Values with another layout on the peer, which may have other devices."""
 
 import time
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.worlds
 
 NAME = Message("F", 1, 0, 0)
 FIXED: list[tuple[tuple[int, ...], Spec, Spec]] = [
-    # Shape, and how it lies on rank 0 and on rank 1.
+    # Shape, and its layout on rank 0 and on rank 1.
     ((4, 6), ("a", "b"), ("a", None)),
     ((6, 5), (None, "b"), ("a", None)),
     ((12, 2, 3), (("a", "b"), None, None), (None, None, "a")),
@@ -45,7 +45,7 @@ FIXED: list[tuple[tuple[int, ...], Spec, Spec]] = [
 
 
 def fixed_values(number: int, rank: int) -> list[Tensor]:
-    """Make values of many dtypes, as they lie on a rank, each of which has its own."""
+    """Make values of many dtypes in a rank's layout, of which each has its own."""
     values = []
     for place, (shape, *specs) in enumerate(FIXED):
         count = max(1, torch.Size(shape).numel())
@@ -55,8 +55,8 @@ def fixed_values(number: int, rank: int) -> list[Tensor]:
     return values
 
 
-def told(group: object, values: Sequence[Tensor]) -> list[list[Tiling]]:
-    """Tell each other how values lie, as stages do before their first step."""
+def exchanged_tilings(group: object, values: Sequence[Tensor]) -> list[list[Tiling]]:
+    """Exchange the layouts of values, as stages do before their first step."""
     own = [ShardLayout.of_tensor(value).tiling for value in values]
     return group.rendezvous.exchange("tilings", own)  # type: ignore[attr-defined]
 
@@ -64,7 +64,7 @@ def told(group: object, values: Sequence[Tensor]) -> list[list[Tiling]]:
 def exchange_values(transport: str) -> None:
     group = start(transport=transport)
     rank, peer = group.rank(), 1 - group.rank()
-    there = told(group, fixed_values(0, rank))[peer]
+    there = exchanged_tilings(group, fixed_values(0, rank))[peer]
     layouts = [ShardLayout.of_tensor(value) for value in fixed_values(0, rank)]
     even = [i for i, (shape, *specs) in enumerate(FIXED) if is_even(shape, specs[rank])]
     for mb in range(3):
@@ -126,12 +126,12 @@ def random_values() -> int:
         count += 1
         own = [on_device(v, spec_on(rank, v, spec)) for v, spec in drawn]
         layouts = [ShardLayout.of_tensor(value) for value in own]
-        there = told(group, own)[peer]
+        there = exchanged_tilings(group, own)[peer]
         route = transport.send_route(NAME, peer, layouts, there)
         xla_compat.materialize([send_op(route, own, layouts)])
         route = transport.receive_route(NAME, peer, layouts, there)
         received, token = receive_op(route, layouts)
-        # Uneven values become whole when they leave a program: compare inside of it.
+        # Uneven values become whole when they leave a program: compare inside it.
         checks = [
             (got == want).all()
             for got, want in zip(received, own, strict=True)

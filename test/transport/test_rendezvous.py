@@ -183,7 +183,7 @@ def test_a_timeout_names_the_rank_the_matter_and_the_seconds() -> None:
 
 
 class Ears:
-    """A channel that notes what it is told."""
+    """A listener that notes its reports."""
 
     def __init__(self) -> None:
         self.reports: list[tuple[int, str]] = []
@@ -203,12 +203,12 @@ def test_channels_are_told_of_own_and_foreign_failures_and_the_first_counts() ->
     b.join(foreign)
     a.report(ValueError("first\nand more"), "in\nstep 3")
     wait(lambda: not b.calm())
-    b.tell(0, "7\nTypeError\n\nlater")
+    b.receive_report(0, "7\nTypeError\n\nlater")
     with pytest.raises(
         ValueError, match=r"first\nand more .raised on rank 0.: in step"
     ):
         b.check()
-    b.tell(0, "7\nTypeError\n\ntoo late")
+    b.receive_report(0, "7\nTypeError\n\ntoo late")
     assert b.calm()
     report = (0, "0\nValueError\nin step 3\nfirst\nand more")
     assert own.reports == foreign.reports == [report]

@@ -1,4 +1,4 @@
-"""Stages' messages arrive whole, in any order, and failures are told."""
+"""Stages' messages arrive whole, in any order, and failures are reported."""
 
 import os
 import re

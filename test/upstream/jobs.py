@@ -87,7 +87,7 @@ class Branching(nn.Module):
 
 
 class Shifted(nn.Module):
-    """The first stage takes a keyword argument (upstream: ModelWithKwargs)."""
+    """A first stage with a keyword argument (upstream: ModelWithKwargs)."""
 
     def __init__(self) -> None:
         super().__init__()

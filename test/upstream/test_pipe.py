@@ -49,7 +49,7 @@ class LateInput(nn.Module):
 
 
 class Aliased(nn.Module):
-    """Both stages use all parameters, under two names (ModelWithParamAlias)."""
+    """Two stages that use all parameters, under two names (ModelWithParamAlias)."""
 
     def __init__(self) -> None:
         super().__init__()

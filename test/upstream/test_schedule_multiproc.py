@@ -251,7 +251,7 @@ LOWERED_V = {
 
 
 class FromTable(PipelineScheduleMulti):
-    """Run a table in lock step, as upstream's schedules for tests do."""
+    """A schedule that runs a table in lock step, as upstream's for tests do."""
 
     def __init__(self, stages: Sequence[Any], count: int, orders: Orders) -> None:
         super().__init__(stages, count, **SUMMED)
@@ -260,7 +260,7 @@ class FromTable(PipelineScheduleMulti):
 
 
 class FromLowered(_PipelineScheduleRuntime):
-    """Run a table with upstream's sends and receives."""
+    """A schedule that runs a table with upstream's sends and receives."""
 
     def __init__(
         self, stages: Sequence[Any], count: int, orders: Orders, form: str

@@ -103,7 +103,7 @@ def raised(worlds: Worlds, function: Callable[..., None], *args: Any) -> list[st
 
 
 class Changing(nn.Module):
-    """Change what a layer makes, as a hook would."""
+    """A change of a layer's output, as by a hook."""
 
     def __init__(self, change: str) -> None:
         super().__init__()
@@ -122,7 +122,11 @@ def wrong(what: str, is_declared: bool) -> None:
     dist.init_process_group("xla_pp")
     rank = dist.get_rank()
     good = torch.randn(ROWS, WIDTH)
-    bad = {"rows": torch.randn(ROWS + 1, WIDTH), "int32": good.to(torch.int32)}
+    bad = {
+        "uneven": torch.randn(ROWS + 1, WIDTH),
+        "rows": torch.randn(ROWS + COUNT, WIDTH),
+        "int32": good.to(torch.int32),
+    }
     example = good.chunk(COUNT)[0]
     examples = {"input_args": example, "output_args": example} if is_declared else {}
     module = Changing(what if rank == 0 else "")
@@ -140,14 +144,14 @@ FLAT = (
 @pytest.mark.parametrize(
     ("what", "is_declared", "expected"),
     [
-        ("rows", False, r"expected arguments \(float32\[5, 16\]\), got .*\[4, 16\]"),
+        ("uneven", False, r"expected .* divide into 4 equal microbatches, got 17 rows"),
         ("flatten", False, FLAT),
         ("rows", True, r"expected inputs float32\[4, 16\], got float32\[5, 16\]"),
         ("int32", True, r"expected inputs float32\[4, 16\], got int32\[4, 16\]"),
         ("flatten", True, r"expected outputs float32\[4, 16\], got float32\[64\]"),
         ("bfloat16", True, r"expected outputs float32\[4, 16\], got bfloat16\[4, 16\]"),
     ],
-    ids=["rows", "flatten", *(f"stated-{what}" for what in WRONG)],
+    ids=["uneven", "flatten", *(f"stated-{what}" for what in WRONG)],
 )
 def test_shapes_and_dtypes_that_do_not_fit(
     worlds: Worlds, what: str, is_declared: bool, expected: str

@@ -1,4 +1,4 @@
-"""What upstream's test_unflatten asserts: a split inside of a block keeps names."""
+"""What upstream's test_unflatten asserts: a split inside a block keeps names."""
 
 import pytest
 import torch

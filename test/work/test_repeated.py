@@ -66,6 +66,41 @@ def test_a_value_that_all_layers_use_gets_the_copies_as_users() -> None:
     assert len(longer.values[0].users) == len(longer.values[0].kept_by) == 6
 
 
+def with_views(graph: WorkGraph) -> WorkGraph:
+    """Let each value between layers be a view of one inside, which is one of the last.
+
+    The first layers have no value before them to be a view of.
+    """
+    before = {value.producer: value.name for value in graph.values}
+    found = []
+    for value in graph.values:
+        producers = {p for p in before if value.producer in _users(graph, before[p])}
+        made = [before[p] for p in producers if p is not None]
+        is_seen = value.producer in before and len(made) == 1
+        found.append(replace(value, view_of=made[0] if is_seen else None))
+    return replace(graph, values=tuple(found))
+
+
+def _users(graph: WorkGraph, name: str) -> tuple[str, ...]:
+    return next(value.users for value in graph.values if value.name == name)
+
+
+def test_views_of_repeated_layers_are_of_their_own_values() -> None:
+    few, many = (with_views(gpt(count, 64, 32)) for count in (3, 9))
+    longer = few.repeated("layers", 9)
+    assert sum(value.view_of is not None for value in longer.values) > 9
+
+    def views(graph: WorkGraph) -> list[tuple[int, int]]:
+        made = {v.name: graph.index.get(v.producer or "", -1) for v in graph.values}
+        return [
+            (made[v.name], made[v.view_of])
+            for v in sorted(graph.values, key=lambda value: made[value.name])
+            if v.view_of is not None
+        ]
+
+    assert views(longer) == views(many)
+
+
 def test_as_many_layers_as_there_are_change_nothing() -> None:
     graph = gpt(4, 64, 32)
     assert graph.repeated("layers", 4) == graph

@@ -54,6 +54,29 @@ def diamond() -> WorkGraph:
     )
 
 
+@pytest.mark.parametrize(
+    ("views", "text"),
+    [
+        ({"y": "a1"}, "value y: expected it to be a view .* d makes or uses, got a1"),
+        ({"x": "a1"}, "value x: .* a work makes or uses, got a1"),
+        ({"y": "b1", "b1": "b2"}, "value b1: .* got b2"),
+        ({"b1": "b3", "b3": "b1"}, "views of one another: b1, b3"),
+    ],
+)
+def test_views_are_of_values_that_their_producers_have(
+    views: dict[str, str], text: str
+) -> None:
+    graph = diamond()
+    values = (*graph.values, value("b3", "b"))
+    with pytest.raises(ValueError, match=text):
+        dataclasses.replace(
+            graph,
+            values=tuple(
+                dataclasses.replace(v, view_of=views.get(v.name)) for v in values
+            ),
+        )
+
+
 def test_edges_and_ancestors_follow_from_values() -> None:
     graph = diamond()
     assert graph.edges == ((0, 1), (0, 2), (1, 3), (2, 3))

@@ -1,4 +1,4 @@
-"""HOW values get to other stages: channels, of which each edge has one."""
+"""HOW values get to other stages: channels, one for each edge."""
 
 from torch_xla_pp.channels.channel import (
     Channel,

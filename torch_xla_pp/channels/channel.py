@@ -1,8 +1,9 @@
-"""How the values of a stage get to another stage, and theirs to this one.
+"""The channels by which a stage sends values to other stages and receives theirs.
 
 Terms: an *edge* is one message of each microbatch between two stages, in one direction,
-as one of the two sees it. Its *channel* is what carries the message. A program is *fed*
-what its channels give for its inputs, and what it returned is *drained* into them:
+as one of the two sees it. Its *channel* is what carries the message. A channel *feeds*
+a program the inputs that it receives, and what the program returned is *drained* into
+its channels:
 
 | channel | a sender feeds | a sender drains | a receiver feeds |
 |---|---|---|---|
@@ -34,14 +35,14 @@ class Edge:
     Args:
         message: Its name, of any microbatch.
         is_sent: Whether this stage sends it.
-        peer: Number of the other side, by which programs tell their routes apart.
+        peer: Number of the other side, which distinguishes a program's routes.
         rank: Rank of the other side in the group.
         names: What the stage's programs call the values.
         layouts: Their layouts on this rank's devices.
-        slots: Numbers of the values that both sides know, of use on the same rank
-            only: several stages may send parts of one message there.
+        slots: Numbers of the values that both sides know, used on the same rank only,
+            where several stages may send parts of one message.
         there: Returns their tilings on the other rank, which are known once its stage
-            has its plan; None for alike.
+            has its plan; None if they are the same.
     """
 
     message: Message
@@ -54,7 +55,7 @@ class Edge:
     there: Callable[[], Sequence[Tiling]] | None = None
 
     def tilings_there(self) -> Sequence[Tiling] | None:
-        """Return the tilings on the other rank, None for those here."""
+        """Return the tilings on the other rank, None if they are those of this rank."""
         return None if self.there is None else self.there()
 
 
@@ -65,13 +66,13 @@ class Channel(Protocol):
 
     @property
     def border(self) -> Border | None:
-        """Return what programs exchange themselves, None for nothing."""
+        """Return its border, None if programs do not exchange it themselves."""
 
     def feed(self, microbatch: int) -> dict[str, Tensor]:
-        """Return what a program is given for it, by name."""
+        """Return the operands that a program gets for the message, by name."""
 
     def drain(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
-        """Send what a program returned, unless the program did; `values` has more."""
+        """Send what a program returned, unless it has sent; `values` has more."""
 
 
 class Endpoint:
@@ -105,7 +106,7 @@ class Endpoint:
 
 @final
 class ProgramChannel:
-    """A channel through the program, which sends or receives itself.
+    """A channel through the program, which sends or receives the message itself.
 
     Args:
         edge: What it carries.
@@ -158,13 +159,13 @@ class HostChannel:
         return dict(zip(edge.names, values, strict=True))
 
     def drain(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
-        """Send the values; does not wait for the other rank."""
+        """Send the values; waits neither for the devices nor for the other rank."""
         if not self.edge.is_sent:
             return
         message = self.edge.message._replace(microbatch=microbatch)
         sent = [values[name] for name in self.edge.names]
         there = self.edge.tilings_there()
-        # Noted first: the other rank may have it before the call returns.
+        # Observed first: the other rank may have it before the call returns.
         if self._endpoint.observer is not None:
             self._endpoint.observer.sent(message, sent, there)
         self._transport.send(message, self.edge.rank, sent, there)
@@ -186,10 +187,10 @@ class LocalChannel:
         self._mailbox = mailbox
 
     def feed(self, microbatch: int) -> dict[str, Tensor]:
-        """Return what stages of this rank have given of the message.
+        """Return the values that stages of this rank have put into the mailbox.
 
         Raises:
-            PipelineError: Something was not given yet.
+            PipelineError: A value is not there yet.
         """
         edge = self.edge
         if edge.is_sent:
@@ -224,7 +225,7 @@ def run_with(
     received: Sequence[Channel] = (),
     sent: Sequence[Channel] = (),
 ) -> dict[str, Tensor]:
-    """Run a program once a step, with what its channels give and take."""
+    """Run a program once a step, fed by its channels and drained into them."""
     given = dict(values)
     for channel in (*received, *sent):
         given |= channel.feed(0)
@@ -235,10 +236,10 @@ def run_with(
 
 
 def borders_of(channels: Sequence[Channel]) -> list[Border]:
-    """Return what programs exchange themselves."""
+    """Return the borders of the channels that programs exchange themselves."""
     return [channel.border for channel in channels if channel.border is not None]
 
 
 def returned_for(channels: Sequence[Channel]) -> set[str]:
-    """Return the names of what programs return, as channels send it."""
+    """Return the names of what programs must return for channels to send."""
     return {name for x in channels if x.border is None for name in x.edge.names}

@@ -1,7 +1,7 @@
 """A stage's channels: what it exchanges with the others, for each microbatch.
 
-See `channels.channel` for the ways that values go, and `plan.consumers` for who gives
-what to whom.
+See `channels.channel` for the kinds of channels, and `plan.consumers` for which stage
+sends what to which.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from torch_xla_pp.world import World
 
 
 class StageValues(NamedTuple):
-    """What a stage takes from others and makes for them.
+    """The values that a stage takes from others and makes for them.
 
     Attributes:
         stage: Index of the stage.
@@ -92,11 +92,11 @@ class Links:
         ]
 
     def agree(self, tilings: Tilings) -> None:
-        """Learn how values are tiled over other ranks, before the first message."""
+        """Receive the tilings of values on other ranks, before the first message."""
         self._tilings = tilings
 
     def moves(self) -> Iterator[str]:
-        """Yield what is resharded on its way; its gradient is on the way back."""
+        """Yield the values that are resharded between ranks; so are their gradients."""
         for edge in (channel.edge for channel in (*self._inputs, *self._outputs)):
             here = [layout.tiling for layout in edge.layouts]
             there = edge.tilings_there() or here
@@ -110,7 +110,7 @@ class Links:
     # For each microbatch.
 
     def receive_inputs(self, microbatch: int) -> dict[str, Tensor]:
-        """Return what a forward is given for its channels."""
+        """Return the operands of a forward that its channels feed."""
         return _fed((*self._inputs, *self._outputs), microbatch)
 
     def send_outputs(self, microbatch: int, result: Forwarded) -> None:
@@ -120,7 +120,7 @@ class Links:
             channel.drain(microbatch, {**result.received, **made})
 
     def receive_grads(self, microbatch: int) -> dict[str, Tensor]:
-        """Return what a backward is given for its channels."""
+        """Return the operands of a backward that its channels feed."""
         return _fed((*self._output_grads, *self._input_grads), microbatch)
 
     def send_grads(self, microbatch: int, grads: Mapping[int, Tensor | None]) -> None:
@@ -160,7 +160,7 @@ class Links:
                 yield self._edge(message, producer, rank, named)
 
     def _output_edges(self) -> Iterator[Edge]:
-        """Yield what this stage makes, or passes on within its rank, for consumers."""
+        """Yield the edges of what this stage makes, or passes on within its rank."""
         for origin, users in self._consumers.items():
             for consumer in users.uses:
                 slots = users.passed(self._stage, consumer)
@@ -207,7 +207,7 @@ class Links:
         return input_role(self._input_of[Value(producer, slot)])
 
     def _with_grad(self, producer: int, consumer: int) -> list[Value]:
-        """Return the values whose gradients a consumer gives a producer."""
+        """Return the values whose gradients a consumer sends to their producer."""
         slots = self._consumers[producer].uses.get(consumer, ())
         values = [Value(producer, slot) for slot in slots]
         return [value for value in values if self._specs[value].requires_grad]

@@ -1,4 +1,4 @@
-"""Who watches what a rank does in a step, if it is profiled."""
+"""The observer of a rank's step, if the step is profiled."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -14,16 +14,16 @@ Marks = Mapping[str, Tensor]
 
 
 class Observer(Protocol):
-    """What is told of the actions of a rank, and of what goes through the host."""
+    """An observer of a rank's actions, and of its messages through the host."""
 
     def action(
         self, action: Action, *, is_rest: bool = False
     ) -> contextlib.AbstractContextManager[Marks]:
-        """Watch the block that enqueues an action, with the marks that it is given.
+        """Observe the block that enqueues an action, with the marks that it yields.
 
         Args:
             action: The action.
-            is_rest: Whether this is a part of it that comes after the rest.
+            is_rest: Whether this is a later part of an action that was observed before.
         """
 
     def sent(
@@ -32,7 +32,7 @@ class Observer(Protocol):
         values: Sequence[Tensor],
         there: Sequence[Tiling] | None = None,
     ) -> None:
-        """Watch a message that is sent; `there` is how it is tiled on the peer."""
+        """Observe a message that is sent; `there` are its tilings on the peer."""
 
     def receiving(self, message: Message) -> contextlib.AbstractContextManager[None]:
-        """Watch the block that waits for a message."""
+        """Observe the block that waits for a message."""

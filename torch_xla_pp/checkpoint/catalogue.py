@@ -1,4 +1,4 @@
-"""What a checkpoint has, whoever wrote it.
+"""The keys of a checkpoint, whichever library wrote it.
 
 Ours are nested as {"model", "optim", ...}. Those of others have a model's names behind
 another prefix or none, and options of an optimizer by group or by parameter, as
@@ -17,7 +17,7 @@ MODEL, OPTIMIZER = "model", "optim"
 
 
 class Catalogue:
-    """Find things in the metadata of a checkpoint.
+    """The metadata of a checkpoint, searched by what a key stands for.
 
     Args:
         metadata: What torch.distributed.checkpoint has written.
@@ -69,7 +69,7 @@ class Catalogue:
         return [*found, *([f"other shapes: {'; '.join(shapes)}"] if shapes else [])]
 
     def slots_of(self, name: str) -> dict[Path, str]:
-        """Return path → key of what an optimizer has kept for a parameter."""
+        """Return path → key of an optimizer's state for a parameter."""
         for other in self._names.all_of(name):
             if other in self._slots:
                 return self._slots[other]
@@ -79,8 +79,8 @@ class Catalogue:
         """Return group → path → key of the options of an optimizer's groups.
 
         Args:
-            names: Parameters that count where each has options of its own, which are
-                groups by that name; others have numbers.
+            names: The parameters to read where each has options of its own; each is
+                then a group by its name. Other groups have numbers.
         """
         found: dict[str, dict[Path, str]] = {}
         known = {other for name in names for other in self._names.all_of(name)}
@@ -94,7 +94,7 @@ class Catalogue:
         return found
 
     def has_optimizer(self) -> bool:
-        """Return whether there is anything of an optimizer."""
+        """Return whether there is state of an optimizer."""
         return bool(self._slots or self.below(f"{self._optimizer}param_groups"))
 
     def below(self, stem: str) -> dict[Path, str]:
@@ -108,13 +108,13 @@ class Catalogue:
     def extra(self, name: str) -> dict[Path, str]:
         """Return path → key of what is neither the model's nor an optimizer's.
 
-        Others have what is below "extra." in ours without that.
+        Checkpoints of other libraries lack the prefix "extra." of ours.
         """
         stems = (f"{self._base}{name}", f"{self._base}{name.removeprefix('extra.')}")
         return next(filter(None, map(self.below, stems)), {})
 
     def _path(self, key: str, stem: str) -> Path:
-        """Return where a key is within a stem, as it was nested when it was written."""
+        """Return the path of a key below a stem, as it was nested when written."""
         path: Path = tuple(self._paths.get(key, ()))
         for depth in range(len(path) + 1):
             if ".".join(map(str, path[:depth])) == stem:
@@ -123,7 +123,7 @@ class Catalogue:
         return tuple(rest.split(".")) if rest else ()
 
     def _model_prefix(self) -> str:
-        """Return what stands before the names of the model."""
+        """Return the prefix of the names of the model."""
         expected = f"{self._base}{MODEL}."
         found: Counter[str] = Counter()
         tails = [(name, f".{name}") for name in self._names.shapes]
@@ -143,7 +143,7 @@ class Catalogue:
         )
 
     def _find_slots(self) -> tuple[str, dict[str, dict[Path, str]]]:
-        """Return what stands before an optimizer's entries, and what it has kept."""
+        """Return the prefix of an optimizer's entries, and its state by parameter."""
         found: dict[str, dict[str, dict[Path, str]]] = {}
         for key in self.entries:
             head, middle, tail = key.partition("state.")

@@ -12,17 +12,17 @@ from torch_xla_pp.checkpoint.catalogue import Catalogue, Path
 from torch_xla_pp.checkpoint.parts import Names
 from torch_xla_pp.errors import CheckpointError
 
-# What groups of parameters have besides the options of their optimizer.
+# Entries of a group of parameters that are no options of its optimizer.
 _NO_OPTIONS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "swa_lr"}
 _NO_OPTIONS |= {"base_momentum", "max_momentum"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """Say what a rank needs of a checkpoint.
+    """The entries of a checkpoint that a rank needs.
 
     Args:
-        values: Name in the model → key that counts rather, if it is there.
+        values: Name in the model → key that takes precedence, if it is there.
         slots: Names of the parameters that optimizers train, None if there is no
             optimizer.
         options: Kind of an optimizer → names of its options.
@@ -39,7 +39,7 @@ class Wanted:
 
 @dataclass(kw_only=True, slots=True)
 class Found:
-    """Say under which keys of `Contents` a checkpoint has what is wanted."""
+    """The keys of `Contents` under which a checkpoint has what is wanted."""
 
     values: dict[str, str] = field(default_factory=dict)
     slots: dict[str, dict[Path, str]] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Found:
 
 
 class Contents(dict[str, Any]):
-    """Hold what is to be written, or what was read.
+    """The values to be written, or those that were read.
 
     Args:
         values: What is to be written, nested.
@@ -75,7 +75,7 @@ class Contents(dict[str, Any]):
         return Contents(values, names=self._names, wanted=self._wanted)
 
     def ask(self, metadata: Metadata, prefix: str, *, strict: bool) -> None:
-        """Replace what is to be written by room for what a checkpoint has.
+        """Replace the values to be written by space for those of a checkpoint.
 
         Raises:
             CheckpointError: The checkpoint is of another model; equal on all ranks.
@@ -96,7 +96,7 @@ class Contents(dict[str, Any]):
         self._drop_prefix(found, prefix)
 
     def first_with(self, name: str, known: Collection[str]) -> str:
-        """Return which of a parameter's names is among some, or the given one."""
+        """Return the first of a parameter's names that is among some, else `name`."""
         names = self._names.all_of(name)
         return next((other for other in names if other in known), name)
 
@@ -165,7 +165,7 @@ def _each(found: Found) -> Iterator[dict[Any, str]]:
 
 
 def contents_in(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, Contents]]:
-    """Yield what is of a `State` in a state dict, with what its keys begin with."""
+    """Yield the contents of each `State` in a state dict, with its keys' prefix."""
     if isinstance(state_dict, Contents):
         yield "", state_dict
         return

@@ -1,7 +1,7 @@
 """Tensors as torch.distributed.checkpoint sees them: parts of a whole.
 
-Law: a shard is read as a shard. Nothing is gathered, on a device or on the host, and
-what several devices hold is read of the first of them.
+Law: a shard is read as a shard. Nothing is gathered, on a device or on the host, and a
+part that several devices hold is read from the first of them.
 """
 
 import copy
@@ -29,7 +29,7 @@ Offset = tuple[int, ...]
 
 
 class DeviceTensor:
-    """Show a planner which parts of a tensor this rank has.
+    """The parts of a tensor that this rank has, as a planner sees them.
 
     A rank has all of it, in one part on the host or in one for each tile that its
     devices hold. Deep copies are on the host.
@@ -68,13 +68,13 @@ class DeviceTensor:
 
     @property
     def is_on_devices(self) -> bool:
-        """Return whether it is no tensor of the host."""
+        """Return whether the tensor is on the devices."""
         return self.tensor.device.type == "xla"
 
     def parts(self) -> dict[Offset, Tensor]:
         """Return the parts on the host, by where they begin; any thread may call.
 
-        Those of a tensor on the host share its memory.
+        The parts of a tensor on the host share its memory.
         """
         shards = xla_compat.read_ready(self.tensor) if self.is_on_devices else []
         boxes = self.boxes()
@@ -89,7 +89,7 @@ class DeviceTensor:
         return found
 
     def stage(self, copied: Tensor) -> None:
-        """Take a copy in place of the tensor, which may change from now on."""
+        """Replace the tensor by a copy; the original may change from now on."""
         self._tensor = copied
 
     def drop(self) -> None:
@@ -126,9 +126,9 @@ class DeviceTensor:
 
 
 class Whole:
-    """Keep a value in one piece, such as a mapping whose keys are no texts.
+    """A value that is kept in one piece, such as a mapping whose keys are not texts.
 
-    In a file there is the value itself.
+    A file has the value itself.
     """
 
     def __init__(self, value: Any) -> None:
@@ -149,12 +149,12 @@ def tiling_of(tensor: Tensor) -> Tiling:
 
 
 def write(tensor: Tensor, read: Callable[[Box], Tensor]) -> None:
-    """Give `tensor` a value; each device gets its part.
+    """Write a value into `tensor`; each device gets its part.
 
     Args:
         tensor: A parameter, buffer or the like, on devices or on the host. What is not
             annotated becomes replicated.
-        read: Returns a part of the value, on the host. Other dtypes are cast.
+        read: Returns a part of the value, on the host; cast if its dtype differs.
     """
     if tensor.device.type == "xla":
         xla_compat.replace_value(tensor, _uploaded(read, tensor))
@@ -164,14 +164,14 @@ def write(tensor: Tensor, read: Callable[[Box], Tensor]) -> None:
 
 
 def parts_of(value: Tensor) -> Callable[[Box], Tensor]:
-    """Return what returns parts of a value."""
+    """Return a function that returns parts of a value."""
     return lambda box: value[box.slices]
 
 
 def uploaded(value: Tensor, like: Tensor) -> Tensor:
-    """Return a value of the host as device data that lies as `like`.
+    """Return a value of the host as device data, sharded as `like`.
 
-    What has another shape than `like` is replicated.
+    A value of another shape than `like` is replicated.
     """
     if value.shape != like.shape:
         return xla_compat.replicate(value.contiguous())

@@ -24,7 +24,7 @@ def partial_of(path: Path) -> Path:
 
 
 def begin(path: Path) -> Path:
-    """Make room for a checkpoint; what a killed save has left goes.
+    """Make an empty folder for a checkpoint; removes what a killed save has left.
 
     Raises:
         CheckpointError: Another program is writing one.
@@ -38,7 +38,7 @@ def begin(path: Path) -> Path:
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuse to let a checkpoint take the place of what is none.
+    """Refuse to replace anything but a checkpoint by a checkpoint.
 
     Raises:
         CheckpointError: There is something else.
@@ -55,13 +55,13 @@ def check_replaceable(path: Path) -> None:
 
 
 class Hold:
-    """Tell other programs that a checkpoint is being written; ends with the process.
+    """A lock on a folder that is being written; ends with the process.
 
     Args:
         partial: The folder, see `begin`.
 
     Raises:
-        CheckpointError: Another program has told so.
+        CheckpointError: Another program holds it.
     """
 
     def __init__(self, partial: Path) -> None:
@@ -78,10 +78,10 @@ class Hold:
             self.release()
 
     def release(self) -> None:
-        """Let others write there."""
+        """Let other programs write there."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            # Processes that were forked meanwhile have it open, too.
+            # Processes that were forked in between have it open, too.
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
@@ -93,7 +93,7 @@ def drop(path: Path) -> None:
 
 
 def publish(path: Path) -> None:
-    """Let a checkpoint that is whole be found under its name."""
+    """Rename a complete checkpoint to its final name."""
     partial, old = partial_of(path), path.with_name(f".{path.name}{_REPLACED}")
     _sync(partial)
     if path.exists():
@@ -155,13 +155,13 @@ def _numbered(folder: Path) -> list[Path]:
             name = name[1 : -len(_REPLACED)]
         number = _NUMBER.search(name)
         if number and (path / METADATA).exists():
-            # One under its own name, which comes later, takes the place of another.
+            # A checkpoint under its own name, which is listed later, replaces another.
             found[name] = int(number[1]), path
     return [path for _, path in sorted(found.values())]
 
 
 def _sync(folder: Path) -> None:
-    """Let what a folder lists be on disk."""
+    """Flush the entries of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

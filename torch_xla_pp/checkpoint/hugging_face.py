@@ -1,7 +1,7 @@
-"""Weights as Hugging Face's libraries keep them: safetensors files with an index.
+"""Weights in the format of Hugging Face's libraries: safetensors files with an index.
 
-The library of that name reads and writes the files; the index says which file a name is
-in. Of a tied parameter only the first name is in a file.
+The library of that name reads and writes the files; the index lists the file of each
+name. Of a tied parameter only the first name is in a file.
 """
 
 import json
@@ -36,12 +36,13 @@ def load_safetensors(
 ) -> None:
     """Fill stages from a directory of safetensors; all ranks must call it.
 
-    Each device's part is read by itself, so a rank has one tensor on the host. The
+    Each device's part is read separately, so a rank has one tensor on the host. The
     model may be built under `deferred_init`. Values are cast to what parameters are.
 
     Args:
         stages: All stages of this rank, or the only one.
-        directory: Has files of a model and their index, or `model.safetensors` alone.
+        directory: Contains the files of a model and their index, or `model.safetensors`
+            alone.
         process_group: All ranks of the job, None for the default group.
 
     Raises:
@@ -94,7 +95,7 @@ def save_safetensors(
     Args:
         stages: All stages of this rank, or the only one.
         directory: Made if it is not there, on storage that all ranks share.
-        max_file_bytes: How large files may become, unless one tensor is larger.
+        max_file_bytes: The largest size of a file, unless one tensor is larger.
         process_group: All ranks of the job, None for the default group.
 
     Raises:
@@ -106,7 +107,7 @@ def save_safetensors(
         names = _agree(rendezvous, own)
         if rendezvous.rank == 0:
             _writing(path, lambda: folders.begin(path))
-        values = _written_here(rendezvous, own, names)
+        values = _written_here(own, names)
         groups = [*_by_size(values, max_file_bytes)]
         counts = rendezvous.exchange("safetensors: files", len(groups))
         first, total = sum(counts[: rendezvous.rank]), sum(counts)
@@ -116,14 +117,14 @@ def save_safetensors(
             index |= dict.fromkeys(group, file)
             _writing(path, lambda g=group, f=file: _write_file(path, f, values, g))
         sizes = sum(value.num_bytes for value in values.values())
-        told = rendezvous.exchange("safetensors: written", (index, sizes))
+        exchanged = rendezvous.exchange("safetensors: written", (index, sizes))
         if rendezvous.rank == 0:
-            _writing(path, lambda: _publish(path, told))
+            _writing(path, lambda: _publish(path, exchanged))
         rendezvous.exchange("safetensors: published", None)
 
 
 class _Readers:
-    """Read tensors out of files that stay open.
+    """The readers of tensors in files that stay open.
 
     Args:
         path: The folder.
@@ -140,7 +141,7 @@ class _Readers:
         return list(self._file(name).get_slice(name).get_shape())
 
     def parts(self, name: str) -> Any:
-        """Return what returns a part of a tensor."""
+        """Return a function that returns a part of a tensor."""
         file = self._file(name)
 
         def read(box: Box) -> Tensor:
@@ -156,7 +157,7 @@ class _Readers:
             try:
                 opened = _library().safe_open(self._path / file, framework="pt")
                 self._open[file] = self._stack.enter_context(opened)
-            except Exception as error:  # The library has errors of its own.
+            except Exception as error:  # The library has its own errors.
                 raise CheckpointError(
                     f"{self._path / file}: expected a readable safetensors file, got "
                     f"{error}. Fetch it again."
@@ -186,8 +187,8 @@ def _listed(stages: SavedStage | Iterable[SavedStage]) -> list[SavedStage]:
 
 
 def _agree(rendezvous: Rendezvous, stages: Sequence[SavedStage]) -> Names:
-    told = rendezvous.exchange("safetensors: names", [held_by(s) for s in stages])
-    return Names.of(part for parts in told for part in parts)
+    exchanged = rendezvous.exchange("safetensors: names", [held_by(s) for s in stages])
+    return Names.of(part for parts in exchanged for part in parts)
 
 
 def _files(path: Path) -> dict[str, str]:
@@ -238,9 +239,9 @@ def _compare(
 
 
 def _written_here(
-    rendezvous: Rendezvous, stages: Sequence[SavedStage], names: Names
+    stages: Sequence[SavedStage], names: Names
 ) -> dict[str, DeviceTensor]:
-    """Return what this rank writes: replicas take turns, buffers are the first's."""
+    """Return what this rank writes: replicas take turns, buffers are of the first."""
     found: dict[str, DeviceTensor] = {}
     for stage in stages:
         replica, count = stage.replica
@@ -289,10 +290,10 @@ def _whole(value: DeviceTensor) -> Tensor:
     return whole
 
 
-def _publish(path: Path, told: list[tuple[dict[str, str], int]]) -> None:
-    """Let files take the places of older ones; the index last."""
-    index = {name: file for own, _ in told for name, file in own.items()}
-    total = sum(size for _, size in told)
+def _publish(path: Path, written: list[tuple[dict[str, str], int]]) -> None:
+    """Rename files over older ones; the index last."""
+    index = {name: file for own, _ in written for name, file in own.items()}
+    total = sum(size for _, size in written)
     partial = folders.partial_of(path)
     text = {
         "metadata": {"total_size": total},

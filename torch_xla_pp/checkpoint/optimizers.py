@@ -23,8 +23,7 @@ def groups_of(optimizers: Iterable[Optimizer], names: ByName) -> Groups:
     """Return groups of options with the names of their parameters.
 
     Args:
-        optimizers: Those of this rank. What they have of other ranks' parts is left
-            out.
+        optimizers: Those of this rank. Parameters of other ranks are left out.
         names: Id of a parameter → its stage and name.
     """
     return [
@@ -71,10 +70,10 @@ def _are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def give_state(
     optimizer: Optimizer, parameter: Tensor, slots: Mapping[str, Any]
 ) -> None:
-    """Let an optimizer have kept `slots` for a parameter, whatever it has kept.
+    """Replace an optimizer's state for a parameter by `slots`.
 
-    Tensors of the parameter's shape lie as it does. Numbers stay on the host where an
-    optimizer counts there.
+    Tensors of the parameter's shape are sharded as it is. Numbers stay on the host
+    where an optimizer counts there.
     """
     group = next(
         g for g in optimizer.param_groups if any(p is parameter for p in g["params"])
@@ -89,7 +88,7 @@ def give_state(
         if not isinstance(value, Tensor):
             return value
         is_count = value.dim() == 0 and not counts_there
-        # Not the same object for the copies of a tied parameter: it is counted up.
+        # An object of its own for each copy of a tied parameter: it is incremented.
         on_host = parameter.device.type != "xla" or is_count
         return value.clone() if on_host else uploaded(value, parameter)
 
@@ -104,7 +103,7 @@ def give_state(
 def give_options(
     group: dict[str, Any], names: Sequence[str], saved: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Let a group of an optimizer have the options that its parameters had.
+    """Restore the options of an optimizer's group from those of its parameters.
 
     Args:
         group: Changed in place.
@@ -112,7 +111,7 @@ def give_options(
         saved: Name → options.
 
     Raises:
-        CheckpointError: The parameters had unlike options.
+        CheckpointError: The options of the parameters differ.
     """
     found = [saved[name] for name in names if name in saved]
     unlike = [

@@ -16,7 +16,7 @@ from torch_xla_pp.graph import original_name
 
 
 class SavedStage(Protocol):
-    """What a checkpoint asks of a stage, see `PipelineStage`."""
+    """A stage as a checkpoint needs it, see `PipelineStage`."""
 
     submod: nn.Module
     stage_index: int
@@ -32,7 +32,7 @@ class SavedStage(Protocol):
 
 
 class Held(NamedTuple):
-    """Say what a stage has under a name.
+    """A value that a stage has under a name.
 
     Attributes:
         stage: Index of the stage.
@@ -55,7 +55,7 @@ def values_of(stage: SavedStage) -> dict[str, Any]:
 
 
 def held_by(stage: SavedStage) -> dict[str, Held]:
-    """Describe what a stage has, for the other ranks."""
+    """Describe the values of a stage, for the other ranks."""
     values = values_of(stage)
     groups = {original_name(name): group for name, group in stage.tied.items()}
     names: dict[int, list[str]] = {}
@@ -65,8 +65,8 @@ def held_by(stage: SavedStage) -> dict[str, Held]:
 
     def group_of(name: str, value: Any) -> str:
         own = names.get(id(value), [name])
-        told = next((groups[other] for other in own if other in groups), "")
-        return told or (own[0] if len(own) > 1 else "")
+        tie = next((groups[other] for other in own if other in groups), "")
+        return tie or (own[0] if len(own) > 1 else "")
 
     return {
         name: Held(
@@ -80,11 +80,11 @@ def held_by(stage: SavedStage) -> dict[str, Held]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Names:
-    """Know the names of a whole model.
+    """The names of a whole model.
 
     Args:
         shapes: Name → shape, None for what is no tensor.
-        first: Other name of a tied parameter → its first one.
+        first: Further name of a tied parameter → its first one.
         owners: Name → index of the first stage that has it.
     """
 
@@ -93,14 +93,14 @@ class Names:
     owners: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, told: Iterable[dict[str, Held]]) -> "Names":
-        """Join what all stages have.
+    def of(cls, stages: Iterable[dict[str, Held]]) -> "Names":
+        """Join the values of all stages.
 
         Raises:
             CheckpointError: Two stages have something under one name that is not one
                 parameter.
         """
-        by_stage = sorted(_each(told), key=lambda item: item[1].stage)
+        by_stage = sorted(_each(stages), key=lambda item: item[1].stage)
         names = cls(shapes={})
         groups: dict[str, str] = {}
         kinds: dict[str, Held] = {}
@@ -134,8 +134,8 @@ class Names:
         return list(dict.fromkeys([name, first, *others]))
 
 
-def _each(told: Iterable[dict[str, Held]]) -> Iterator[tuple[str, Held]]:
-    for part in told:
+def _each(stages: Iterable[dict[str, Held]]) -> Iterator[tuple[str, Held]]:
+    for part in stages:
         yield from part.items()
 
 

@@ -1,4 +1,4 @@
-"""Planners of torch.distributed.checkpoint that know sharded tensors of a rank.
+"""Planners of torch.distributed.checkpoint for tensors that are sharded within a rank.
 
 torch_xla's own planner drops a tensor that several devices of a process hold alike, and
 its loader compares the parts of devices. Here a rank writes each part once, one rank
@@ -31,11 +31,11 @@ Parts = dict[Offset, Tensor]
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Let `torch.distributed.checkpoint.save` write what a `State` has.
+    """The planner with which `torch.distributed.checkpoint.save` writes a `State`.
 
     Args:
-        shares: Whether the other names of a tied tensor are left out of what is
-            written; `with_aliases` then adds them to what was.
+        shares: Whether the further names of a tied tensor are left out of the files;
+            `with_aliases` then adds them to the results.
 
     Example:
         >>> dcp.save({"app": state}, checkpoint_id=path, planner=SavePlanner())
@@ -56,7 +56,7 @@ class SavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take what is to be written."""
+        """Receive what is to be written."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         if self._shares:
             for prefix, contents in contents_in(state_dict):
@@ -91,7 +91,7 @@ class SavePlanner(DefaultSavePlanner):
         ]
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Learn how often a tensor will be asked for."""
+        """Count how often each tensor will be asked for."""
         plan = super().finish_plan(new_plan)
         self._left = Counter(item.index.fqn for item in plan.items)
         return plan
@@ -99,8 +99,8 @@ class SavePlanner(DefaultSavePlanner):
     def stage(self, plan: SavePlan) -> None:
         """Copy what a plan writes, as it is now.
 
-        What devices have is copied there, by a program that is compiled once; what the
-        host has, there.
+        Values on devices are copied there, by a program that is compiled once; values
+        on the host are copied on the host.
         """
         written = {item.index.fqn for item in plan.items}
         on_devices = []
@@ -169,7 +169,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Let `torch.distributed.checkpoint.load` read what a `State` needs.
+    """The planner with which `torch.distributed.checkpoint.load` reads a `State`.
 
     Example:
         >>> dcp.load({"app": state}, checkpoint_id=path, planner=LoadPlanner())
@@ -185,7 +185,7 @@ class LoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Ask for what there is.
+        """Ask for what the checkpoint has.
 
         Raises:
             CheckpointError: The checkpoint is of another model.
@@ -197,17 +197,17 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 class _Pickled:
-    """Hold the bytes of an object that may have changed since."""
+    """The bytes of an object that may have changed since."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
 
 
 def _once(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Leave each tensor to the rank that has the least to write so far.
+    """Assign each tensor to the rank that has the least to write so far.
 
-    A rank that has a tensor has all of it, perhaps in other parts than another one. Of
-    what is no tensor the first rank's counts.
+    A rank that has a tensor has all of it, perhaps in other parts than another rank. Of
+    other objects the first rank's is written.
     """
     holders: dict[str, dict[int, None]] = {}
     sizes: dict[str, int] = {}

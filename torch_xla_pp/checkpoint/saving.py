@@ -1,10 +1,10 @@
 """Write a checkpoint while all ranks wait, or while training goes on.
 
-A save has three parts. The ranks agree on who writes what; each writes its files; all
-meet, the first one writes the metadata and gives the folder its name, and all meet
-again. Only the first part talks within a generation of the rendezvous, as a step does.
-The others may run in a thread of their own: what goes wrong there is told by meeting,
-and raised by the next call.
+A save has three parts. The ranks agree on which of them writes what; each writes its
+files; all meet, the first one writes the metadata and gives the folder its name, and
+all meet again. Only the first part communicates within a generation of the rendezvous,
+as a step does. The others may run in a thread of their own: errors there are exchanged
+when the ranks meet, and raised by the next call.
 """
 
 import functools
@@ -46,7 +46,7 @@ def save(
     """Save a run; all ranks must call it, between two steps.
 
     The folder gets its name when all is written. Until then, and if something goes
-    wrong, what had that name before stays. Waits for an asynchronous save.
+    wrong, the previous folder of that name stays. Waits for an asynchronous save.
 
     Args:
         state: A `State`, or a dict of stateful objects and values with one in it.
@@ -83,11 +83,11 @@ def async_save(
 ) -> "Future[Path]":
     """Save a run as it is now, and return as soon as its values are being copied.
 
-    The devices then have one copy of what this rank writes, made by a program that is
-    compiled at the first call; each tensor of it goes when it is read. Training may go
-    on at once, parameters and sums be updated in place.
-    What goes wrong while bytes are written is raised by the future, and by the next
-    call of `save`, `load` or `async_save`, on every rank.
+    The devices then hold one copy of what this rank writes, made by a program that is
+    compiled at the first call; each tensor of it is freed when it has been read.
+    Training may go on at once, and update parameters and sums in place. Errors while
+    bytes are written are raised by the future, and by the next call of `save`, `load`
+    or `async_save`, on every rank.
 
     Args:
         state: As for `save`.
@@ -97,8 +97,8 @@ def async_save(
             it, or "refuse", an error on every rank.
 
     Returns:
-        What gives the folder when it is whole. The process group is not destroyed, and
-        the program does not end, before.
+        A future of the folder, done when the folder is complete. Neither is the process
+        group destroyed before, nor does the program end.
 
     Raises:
         ValueError: `while_saving` is something else.
@@ -148,7 +148,7 @@ def load(
     _wait(group)
     path = folders.existing(checkpoint_id)
     rendezvous = group.rendezvous
-    # What is loaded may be trained, wherever it is called from.
+    # What is loaded may be trained, also if the caller is in inference mode.
     with rendezvous.reporting(f"loading {path}"), torch.inference_mode(False):
         _check_alike(rendezvous.exchange("checkpoint: folder", str(path)))
         reader, planner = Reader(path), LoadPlanner(strict=strict)
@@ -172,7 +172,7 @@ def _local_plan(planner: LoadPlanner, path: Path) -> Any:
 
 
 class _Saving:
-    """One save of this rank.
+    """A save of this rank.
 
     Args:
         group: The ranks that save.
@@ -181,7 +181,7 @@ class _Saving:
 
     Attributes:
         path: The folder.
-        future: What gives it when it is whole.
+        future: Gives it when it is complete.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class _Saving:
         self._planner = SavePlanner(shares=True)
 
     def agree(self, state: Saved) -> None:
-        """Agree on who writes what."""
+        """Agree with the other ranks on which of them writes what."""
         with self._rendezvous.reporting(f"saving {self.path}"):
             try:
                 self._agree(state)
@@ -213,9 +213,11 @@ class _Saving:
         planner.set_up_planner(_contents(state), writer.storage_meta(), is_first)
         writer.set_up_storage_writer(is_first)
         own = planner.create_local_plan()
-        told = rendezvous.exchange("checkpoint: plan", (str(self.path), own))
-        _check_alike([path for path, _ in told])
-        plans, self._metadata = planner.create_global_plan([plan for _, plan in told])
+        exchanged = rendezvous.exchange("checkpoint: plan", (str(self.path), own))
+        _check_alike([path for path, _ in exchanged])
+        plans, self._metadata = planner.create_global_plan(
+            [plan for _, plan in exchanged]
+        )
         plans = writer.prepare_global_plan(plans)
         self._plan: SavePlan = planner.finish_plan(plans[rendezvous.rank])
 
@@ -224,7 +226,7 @@ class _Saving:
         return folders.Hold(folders.begin(self.path))
 
     def _give_up(self) -> None:
-        """Remove what was written; what others write stays."""
+        """Remove what this rank has written, not what other programs write."""
         if self._hold is not None:
             folders.drop(self.path)
             self._hold.release()
@@ -239,7 +241,7 @@ class _Saving:
                 raise
 
     def start(self) -> None:
-        """Write in a thread of its own."""
+        """Start to write in a thread of its own."""
 
         def run() -> None:
             try:
@@ -260,11 +262,11 @@ class _Saving:
         """
         try:
             written, fault = _outcome(f"write {self.path}", self._write)
-            told = self._meet("written", (written, fault))
-            _raise_first([fault for _, fault in told])
+            exchanged = self._meet("written", (written, fault))
+            _raise_first([fault for _, fault in exchanged])
             fault = None
             if self._rendezvous.rank == 0:
-                results = [results for results, _ in told]
+                results = [results for results, _ in exchanged]
                 _, fault = _outcome(
                     f"finish {self.path}", lambda: self._finish(results)
                 )
@@ -300,7 +302,7 @@ def _running() -> WeakKeyDictionary[XlaPpProcessGroup, _Saving]:
 
 
 def _wait(group: XlaPpProcessGroup) -> None:
-    """Wait for the last asynchronous save, and raise what went wrong, once."""
+    """Wait for the last asynchronous save, and raise its error, once."""
     saving = _running().pop(group, None)
     if saving is not None:
         saving.future.result()
@@ -310,8 +312,8 @@ def _refuse_second(group: XlaPpProcessGroup) -> None:
     """Raise on every rank if any still writes."""
     saving = _running().get(group)
     is_writing = saving is not None and not saving.future.done()
-    told = group.rendezvous.exchange("checkpoint: writing", is_writing)
-    if any(told):
+    exchanged = group.rendezvous.exchange("checkpoint: writing", is_writing)
+    if any(exchanged):
         where = "" if saving is None else f" to {saving.path}"
         raise CheckpointError(
             f"async_save: expected the save before to be done, got one that still "
@@ -354,13 +356,13 @@ def _check_options(path: Path, keep_last: int | None) -> None:
         )
 
 
-def _check_alike(told: list[str]) -> None:
-    """Refuse several checkpoints, say because a rank sees the last one too late."""
-    if len(set(told)) > 1:
-        listed = "; ".join(f"rank {rank}: {own}" for rank, own in enumerate(told))
+def _check_alike(paths: list[str]) -> None:
+    """Refuse different checkpoints, say because a rank sees the last one too late."""
+    if len(set(paths)) > 1:
+        listed = "; ".join(f"rank {rank}: {own}" for rank, own in enumerate(paths))
         raise CheckpointError(
             f"checkpoint: expected one folder on all ranks, got {listed}. Let one rank "
-            "call latest, and tell the others."
+            "call latest, and send the result to the others."
         )
 
 
@@ -385,7 +387,7 @@ def _give_back(state: Saved, contents: dict[str, Any]) -> None:
 
 
 def _outcome(what: str, function: Any) -> tuple[Any, str | None]:
-    """Return what a function returns, or what went wrong."""
+    """Return the result of a function, or its error."""
     try:
         return _try(what, function), None
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""What of a run is saved, and how it comes back."""
+"""The state of a run that is saved, and how it is restored."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -34,14 +34,14 @@ _STEPS = "steps"
 
 
 class State:
-    """Hold all of a run that a later one needs to go on as if there were one.
+    """All of a run that another run needs to continue it.
 
     A `Stateful` of torch.distributed.checkpoint: `save` and `load` take it, and so do
-    that module's own with our planners. All ranks of the group must make one, save and
-    load together.
+    the functions of that module with our planners. All ranks of the group must make
+    one, save and load together.
 
-    Saved are parameters and persistent buffers by the names of the unsplit model, what
-    optimizers have kept, by the name of the parameter, and their options, the number of
+    It consists of parameters and persistent buffers by the names of the unsplit model,
+    the state of optimizers by the names of parameters, their options, the number of
     steps and torch's random state, from which dropout follows, and `extra`.
 
     Args:
@@ -49,10 +49,10 @@ class State:
         optimizer: Of the stages' parameters, or several; None if there is none.
         schedule: The pipeline's schedule, or a scheduler of the learning rate, which
             has a state.
-        extra: What else is to be kept: what has `state_dict` and `load_state_dict`, as
-            a scheduler or a data loader, or values, which `load` replaces here. Of
-            things with one key on several ranks, the first rank's is saved: name what
-            is a rank's own by its rank.
+        extra: Further state: objects with `state_dict` and `load_state_dict`, such as a
+            scheduler or a data loader, or values, which `load` replaces here. If
+            several ranks use one key, the first rank's is saved: put the rank into the
+            key of what belongs to one rank.
         process_group: All ranks of the job, replicas included; None for the default
             group.
 
@@ -89,7 +89,7 @@ class State:
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """Return where the ranks of the job agree."""
+        """Return the rendezvous of the ranks of the job."""
         return self._group.rendezvous
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,17 +97,19 @@ class State:
 
         Raises:
             CheckpointError: Two stages have different things under one name.
-            TypeError, ValueError: `extra` has got such names.
+            TypeError, ValueError: `extra` has names that it must not have.
         """
         _check_extra(self.extra)
         self._settle()
         by_id = names_of(self._stages)
-        told = self.rendezvous.exchange(
+        exchanged = self.rendezvous.exchange(
             "checkpoint: names",
             ([held_by(s) for s in self._stages], groups_of(self._optimizers, by_id)),
         )
-        names = Names.of(part for parts, _ in told for part in parts)
-        groups = merged(_first_names(group, names) for _, own in told for group in own)
+        names = Names.of(part for parts, _ in exchanged for part in parts)
+        groups = merged(
+            _first_names(group, names) for _, own in exchanged for group in own
+        )
         values: dict[str, Any] = {"model": self._own_values()}
         if self._optimizers:
             slots = self._slots(names, by_id)
@@ -125,7 +127,7 @@ class State:
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what was read into what `state_dict` returned.
+        """Restore the run from the result of `state_dict`, into which values were read.
 
         Raises:
             TypeError: It was not read by `LoadPlanner`.
@@ -154,7 +156,7 @@ class State:
         self._load_extra(state_dict)
 
     def _settle(self) -> None:
-        """Compute what is pending, by the program that the next step would run."""
+        """Compute pending values, by the program that the next step would run."""
         tensors = [
             value
             for stage in self._stages
@@ -195,7 +197,7 @@ class State:
     def _slots(
         self, names: Names, by_id: Mapping[int, tuple[int, str]]
     ) -> dict[str, dict[str, Any]]:
-        """Return what optimizers have kept, by the first name of the parameter."""
+        """Return the state of optimizers, by the first name of the parameter."""
         found: dict[str, dict[str, Any]] = {}
         for optimizer in self._optimizers:
             for parameter, slots in optimizer.state.items():
@@ -253,7 +255,7 @@ class State:
                     (p, by_id[id(p)][1]) for p in group["params"] if id(p) in by_id
                 ]
                 for parameter, name in named:
-                    # Copies of a tied parameter take the same.
+                    # Copies of a tied parameter get the same.
                     slots = _nested(contents, found.slots.get(name, {}), remove=False)
                     give_state(optimizer, parameter, slots)
                 firsts = [contents.first_with(name, options) for _, name in named]
@@ -288,7 +290,7 @@ def _stages(
     """
     given: Any = stages
     if given is None:
-        # torch's schedules have no public name for what they drive.
+        # torch's schedules have no public name for their stages.
         given = getattr(schedule, "_stages", None) or getattr(schedule, "_stage", ())
     found: list[SavedStage] = list(given) if isinstance(given, Iterable) else [given]
     if not found:
@@ -323,7 +325,7 @@ def _optimizers(value: Any) -> list[Optimizer]:
 
 
 def _check_extra(extra: Any) -> None:
-    """Refuse what has no keys, and keys that DCP joins to equal ones."""
+    """Refuse anything without keys, and keys that DCP would join to equal ones."""
     if not isinstance(extra, dict) or not all(isinstance(key, str) for key in extra):
         keys = [*map(repr, extra)] if isinstance(extra, dict) else _kind(extra)
         raise TypeError(
@@ -351,7 +353,7 @@ def _first_names(group: Mapping[str, Any], names: Names) -> dict[str, Any]:
 
 
 def _wrapped(value: Any) -> Any:
-    """Let planners see tensors of nested dicts as what devices hold."""
+    """Wrap the tensors of nested dicts as `DeviceTensor`, for planners."""
     if isinstance(value, Tensor):
         return DeviceTensor(value)
     if isinstance(value, Mapping):
@@ -366,7 +368,7 @@ def _state_of(value: Any) -> Any:
 
 
 def _restored(value: Any, saved: Any) -> Any:
-    """Let `value` be what was saved of it, and return what takes its place."""
+    """Restore `value` from what was saved of it, and return what replaces it."""
     if isinstance(value, Stateful):
         value.load_state_dict(saved)
         return value
@@ -388,7 +390,7 @@ def _set_random_state(saved: Mapping[str, Any]) -> None:
 def _nested(
     contents: Contents, keys: Mapping[Path, str], *, remove: bool = True
 ) -> Any:
-    """Return what was read under some keys as it was nested."""
+    """Return what was read under some keys, nested as it was saved."""
     root: dict[str, Any] = {}
     for path, key in keys.items():
         value = contents.pop(key) if remove else contents[key]
@@ -397,7 +399,7 @@ def _nested(
 
 
 def _set(container: Any, path: Path, value: Any) -> None:
-    """Put a value into nested dicts and lists, made where they lack."""
+    """Put a value into nested dicts and lists; makes those that are missing."""
     for key, following in zip(path, path[1:], strict=False):
         if _at(container, key) is None:
             container[key] = [] if isinstance(following, int) else {}
@@ -407,7 +409,7 @@ def _set(container: Any, path: Path, value: Any) -> None:
 
 
 def _at(container: Any, key: str | int) -> Any:
-    """Return an item, None if there is none; a list has room for it then."""
+    """Return an item, None if there is none; a list is extended up to it."""
     if isinstance(container, dict):
         return container.get(key)
     container += [None] * (int(key) + 1 - len(container))

@@ -1,9 +1,9 @@
-"""Files of a checkpoint: torch's own, with what tells that they are whole.
+"""Files of a checkpoint: torch's own, with checksums.
 
 torch.distributed.checkpoint puts one `torch.save` after another into a file. Each is a
 zip file, in which the data of a tensor has a checksum that torch writes but does not
-look at. What else there is has none: its checksum goes beside its place in the
-checkpoint's metadata, and that of the metadata into a file that `sha256sum -c` reads.
+check. The rest of the zip file has none: its checksum is kept beside its place in the
+checkpoint's metadata, and that of the metadata in a file that `sha256sum -c` reads.
 """
 
 import gc
@@ -49,10 +49,10 @@ _LOCAL_HEADER_BYTES = 30
 
 
 class Writer(FileSystemWriter):
-    """Write a checkpoint with checksums.
+    """A writer of checkpoints with checksums.
 
     A rank writes one file, one tensor after the other. torch's own loop keeps all that
-    it has written until the file is closed, hence a whole stage on the host.
+    it has written until the file is closed, which would hold a whole stage on the host.
 
     Args:
         path: A folder, made if it is not there.
@@ -81,7 +81,7 @@ class Writer(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write what says where everything is, and its checksum."""
+        """Write the metadata, and its checksum."""
         super().finish(metadata, results)
         folder = Path(self.path)
         digest = hashlib.sha256((folder / METADATA).read_bytes()).hexdigest()
@@ -92,16 +92,16 @@ class Writer(FileSystemWriter):
 
 
 class Reader(FileSystemReader):
-    """Read a checkpoint, each part that is needed once, and refuse damaged files.
+    """A reader of checkpoints, which reads a part once and refuses damaged files.
 
     Attributes:
-        num_bytes: How much was read of the parts.
+        num_bytes: Bytes of parts that were read.
     """
 
     num_bytes = 0
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read what says where everything is.
+        """Read the metadata.
 
         Raises:
             CheckpointError: It is not there, or damaged.
@@ -198,8 +198,8 @@ def _write(
         is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
         torch.save(tensor.clone() if is_part else tensor, stream)
         if tensor.nbytes >= _LARGE_BYTES:
-            # torch.save defines a class at each call, which is a cycle and has all that
-            # was saved: without this that stays until Python collects garbage.
+            # torch.save defines a class at each call, in a cycle that refers to all
+            # that was saved: without this it would stay until Python collects garbage.
             gc.collect(1)
     length = stream.tell() - offset
     return WriteResult(
@@ -212,7 +212,7 @@ def _write(
 def _by_file(
     items: list[ReadItem], places: dict[Any, Any]
 ) -> dict[str, dict[tuple[int, int, int | None], list[ReadItem]]]:
-    """Return file → where a part begins, its length and checksum → what needs it."""
+    """Return file → where a part begins, its length and checksum → requests for it."""
     found: dict[str, dict[tuple[int, int, int | None], list[ReadItem]]] = {}
     for item in items:
         place = places[item.storage_index]
@@ -226,7 +226,7 @@ def _has_transforms(place: Any) -> bool:
 
 
 def _give(path: Path, data: bytes, items: list[ReadItem], planner: LoadPlanner) -> None:
-    """Hand a part to all that need it."""
+    """Pass a part to every request for it."""
     if items[0].type == LoadItemType.BYTE_IO:
         for item in items:
             planner.load_bytes(item, io.BytesIO(data))
@@ -243,7 +243,7 @@ def _give(path: Path, data: bytes, items: list[ReadItem], planner: LoadPlanner) 
 
 
 def _check(path: Path, data: bytes, length: int, checksum: int | None) -> None:
-    """Refuse a part that is not what was written.
+    """Refuse a part that differs from what was written.
 
     Raises:
         CheckpointError: Names the file.
@@ -259,7 +259,7 @@ def _check(path: Path, data: bytes, length: int, checksum: int | None) -> None:
                 raise _damaged(path, f"the checksum of {name} does not match")
     except CheckpointError:
         raise
-    except Exception as error:  # zipfile raises many kinds for what is no zip file.
+    except Exception as error:  # Of many kinds, if it is no zip file.
         raise _damaged(path, str(error)) from error
 
 

@@ -26,8 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What follows `python -m torch_xla_pp`; None for the process's own.
 
     Returns:
-        0, or 1: with a message on stderr if an input is at fault, or when what was
-        looked at is not as it should be.
+        0, or 1 if an input is at fault, with a message on stderr, or if a check fails.
 
     Raises:
         SystemExit: An option is unknown, with code 2, or help is asked for.
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser(has_plans=is_plan).parse_args(words)
     commands: Mapping[str, _Command] = _COMMANDS
     if is_plan:
-        from torch_xla_pp.cli.plan_commands import PLAN_COMMANDS  # With NumPy.
+        from torch_xla_pp.cli.plan_commands import PLAN_COMMANDS  # Imports NumPy.
 
         commands = PLAN_COMMANDS
     try:
@@ -111,6 +110,12 @@ def _doctor(parsed: Namespace) -> int:
     return int(not diagnosis.is_healthy)
 
 
+def _fit(parsed: Namespace) -> int:
+    from torch_xla_pp.cli.fit_command import fit_script  # Imports compilers.
+
+    return fit_script(parsed)
+
+
 def _counts_text(schedule: Schedule) -> str:
     return (
         f"ranks {schedule.num_ranks}, stages {schedule.num_stages}, "
@@ -122,6 +127,7 @@ _COMMANDS: dict[str, _Command] = {
     "schedule show": _show_schedule,
     "schedule check": _check_schedule,
     "doctor": _doctor,
+    "fit": _fit,
     "simulate": _simulate,
     "trace show": _show_timeline,
     "trace merge": _merge_timelines,

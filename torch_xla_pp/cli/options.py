@@ -56,6 +56,18 @@ examples:
 """
 
 
+_FIT = """
+The function returns what `plan` takes: a model, the tuple of a microbatch's arguments
+and, if there is one, a loss function and its target; nothing of it needs memory. The
+model's marks say where stages begin; the planner cuts one that has none. No TPU is
+needed, but libtpu: see docs/how-to/fit-an-accelerator.md.
+
+example:
+  python -m torch_xla_pp fit model.py:plan --topology v5p:2x2x1 --ranks 4 \\
+      --microbatches 32 --sharding fsdp,tp,model.py:RULES --mesh data=2,model=2
+"""
+
+
 def parser(*, has_plans: bool = True) -> ArgumentParser:
     """Return the parser; its result has the command's name as `command`.
 
@@ -75,6 +87,7 @@ def parser(*, has_plans: bool = True) -> ArgumentParser:
     plans = _group(groups, "plan", "find out how to cut and run a model", _PLAN)
     if has_plans:
         _add_plan(plans)
+    _add_fit(groups)
     _add_verify(groups)
     _add_doctor(groups)
     _add_trace(groups)
@@ -130,6 +143,43 @@ def _add_simulate(groups: Any) -> None:
     run.add_argument("--output", metavar="FILE", help="write the timeline as JSON")
     run.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto")
     _add_picture(run, "draw the timeline")
+
+
+def _add_fit(groups: Any) -> None:
+    fit = _command(
+        groups, "fit", "fit", "compile a pipeline for TPUs that are not here", _FIT
+    )
+    add = fit.add_argument
+    add("target", metavar="SCRIPT.py:FUNCTION", nargs="?")
+    add(
+        "--dump",
+        metavar="DIR",
+        help="programs that XLA has dumped of a rank's run, in the place of a script",
+    )
+    add("--topology", required=True, metavar="NAME", help="a rank's, as v5e:2x2")
+    add("--schedule", default="1f1b", help="name or CSV file (default 1f1b)")
+    add("--ranks", type=_count, metavar="N", help="number of ranks")
+    add("--microbatches", type=_count, metavar="N", help="of a step")
+    add("--stages-per-rank", type=_count, metavar="N", help="if interleaved")
+    add("--plan", metavar="FILE", help="a plan of the stages and the schedule")
+    add(
+        "--sharding",
+        type=_texts,
+        default=("dp",),
+        metavar="NAME,...",
+        help="presets, and script.py:NAME of axis rules (default dp)",
+    )
+    add("--mesh", type=_axes, metavar="AXIS=N,...", help="axes of a rank's devices")
+    add("--optimizer", default="adamw", help="sgd, momentum, adamw, or a ratio")
+    add("--remat", choices=("none", "full"), default="none")
+    add("--latency", type=float, metavar="US", help="of links between ranks")
+    add("--bandwidth", type=float, metavar="GBPS", help="of links between ranks, GB/s")
+    add(
+        "--calibrate",
+        metavar="FILE",
+        help="scale times to a step that was recorded on such devices, as JSON",
+    )
+    add("--output", metavar="FILE", help="write the result as JSON")
 
 
 def _add_verify(groups: Any) -> None:
@@ -266,6 +316,19 @@ def _count(text: str) -> int:
     if count < 1:
         raise argparse.ArgumentTypeError(f"expected a count from 1, got {text!r}")
     return count
+
+
+def _texts(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _axes(text: str) -> dict[str, int]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and size.isdigit() for name, _, size in pairs):
+        raise argparse.ArgumentTypeError(
+            f"expected axes and sizes such as data=2,model=2, got {text!r}"
+        )
+    return {name: int(size) for name, _, size in pairs}
 
 
 def _times(text: str) -> list[float]:

@@ -17,7 +17,7 @@ from torch_xla_pp.planner import (
     link_between_ranks,
     make_plan,
 )
-from torch_xla_pp.simulate import Network
+from torch_xla_pp.simulate import Link, Network
 
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -59,7 +59,13 @@ def add_plan_options(command: ArgumentParser) -> None:
         metavar="PERCENT",
         help="left free of it (default 8)",
     )
-    add("--costs", metavar="FILE", help="times of works that --measure has written")
+    add(
+        "--costs",
+        metavar="[aot:]FILE",
+        help="times of works that --measure has written; of aot:FILE, times by a "
+        "compiler for TPUs, which need not be there: it is asked for --device, and "
+        "they are written, if there is no such file",
+    )
     add(
         "--measure",
         metavar="FILE",
@@ -68,6 +74,14 @@ def add_plan_options(command: ArgumentParser) -> None:
     )
     add("--latency", type=float, metavar="US", help="of links between ranks")
     add("--bandwidth", type=float, metavar="GBPS", help="of links between ranks, GB/s")
+    add("--replica-latency", type=float, metavar="US", help="of links of replicas")
+    add(
+        "--replica-bandwidth",
+        type=float,
+        metavar="GBPS",
+        help="of the link between replicas, GB/s, if it is slower than within a "
+        "pipeline",
+    )
     add("--links", metavar="FILE", help="links between ranks, as RankLinks.to_json")
     add(
         "--optimizer",
@@ -90,6 +104,12 @@ def add_plan_options(command: ArgumentParser) -> None:
         default=PRESETS,
         metavar="NAME,...",
         help=f"ways to share a rank's work to try, of {', '.join(PRESETS)}",
+    )
+    add(
+        "--rules",
+        metavar="FILE",
+        help="the model's patterns, as AxisRules.to_json writes them: what is split, "
+        "and what devices exchange, is known then",
     )
     add(
         "--mesh", type=_meshes, metavar="DxM,...", help="sizes of data and model to try"
@@ -124,10 +144,12 @@ def plan_of_options(options: Namespace) -> PipelinePlan:
     Raises:
         ValueError: One is at fault, or nothing fits.
     """
-    work, costs = work_and_costs(options.work, options.costs, options.measure)
+    devices = [DeviceSpec.named(name) for name in options.device]
+    work, costs = work_and_costs(
+        options.work, options.costs, options.measure, devices[0].name
+    )
     if options.save_work:
         work.to_json(options.save_work)
-    devices = [DeviceSpec.named(name) for name in options.device]
     return make_plan(
         work,
         rows=options.rows,
@@ -138,6 +160,7 @@ def plan_of_options(options: Namespace) -> PipelinePlan:
         memory_bytes=options.memory,
         reserve=options.reserve / 100,
         network=_network_of(options, devices[0]),
+        replica_link=_replica_link_of(options),
         optimizer=options.optimizer,
         replicas=options.replicas,
         microbatches=options.microbatches,
@@ -151,6 +174,7 @@ def plan_of_options(options: Namespace) -> PipelinePlan:
         has_own_inputs=options.own_inputs,
         compare=options.compare,
         costs=costs,
+        rules=options.rules,
     )
 
 
@@ -166,6 +190,23 @@ def _network_of(options: Namespace, device: DeviceSpec) -> Network:
             "out."
         )
     return RankLinks.from_json(Path(options.links)).network()
+
+
+def _replica_link_of(options: Namespace) -> Link | None:
+    """Return the link between replicas, None if nothing is said of it.
+
+    Raises:
+        ValueError: Half of it is missing.
+    """
+    latency_s, gb_per_s = options.replica_latency, options.replica_bandwidth
+    if gb_per_s is not None:
+        return Link(latency_s=(latency_s or 0.0) * 1e-6, bytes_per_s=gb_per_s * 1e9)
+    if latency_s is not None:
+        raise ValueError(
+            "plan: expected --replica-bandwidth with --replica-latency, got the "
+            "latency alone. Add it."
+        )
+    return None
 
 
 def _size(text: str) -> int:

@@ -1,22 +1,27 @@
-"""What a plan is made for: work in a file, or a model that a script makes."""
+"""The target of a plan: work in a file, or a model that a script makes."""
 
 import runpy
 from pathlib import Path
 from typing import Any
 
+from torch_xla_pp import env
 from torch_xla_pp.planner import MeasuredCosts
 from torch_xla_pp.work import WorkGraph
 
+_COMPILED = "aot:"
+
 
 def work_and_costs(
-    target: str, costs: str | None, measure: str | None
+    target: str, costs: str | None, measure: str | None, device: str
 ) -> tuple[WorkGraph, MeasuredCosts | None]:
-    """Return the work of a model, and what it was measured to take, if that is asked.
+    """Return the work of a model, and its measured costs, if options ask for them.
 
     Args:
         target: A file of `WorkGraph.to_json`, or `script.py:function`.
-        costs: A file of `MeasuredCosts.to_json`, None for none.
+        costs: A file of `MeasuredCosts.to_json`, None for none; after "aot:" one of
+            compiled works, which is written if it is not there.
         measure: A file to write after the works have run here, None not to run them.
+        device: What works are compiled for.
 
     Raises:
         ValueError: The target is neither, or cannot be measured.
@@ -26,10 +31,14 @@ def work_and_costs(
             "plan: expected --costs or --measure, got both. Leave one out: --measure "
             "writes what --costs reads."
         )
-    known = None if costs is None else MeasuredCosts.from_json(Path(costs))
-    script, _, name = target.rpartition(":")
+    script, _, _ = target.rpartition(":")
+    is_compiled, path = (costs or "").startswith(_COMPILED), (costs or "")
+    path = path.removeprefix(_COMPILED)
+    if is_compiled and not Path(path).is_file() and script.endswith(".py"):
+        return _compiled(target, path, device)
+    known = None if costs is None else _read(Path(path), is_compiled=is_compiled)
     if script.endswith(".py"):
-        made = _made(target, script, name)
+        made = made_by(target)
         work = _traced(made)
         return work, known if measure is None else _measured(work, made, measure)
     if measure is not None:
@@ -40,8 +49,56 @@ def work_and_costs(
     return WorkGraph.from_json(Path(target)), known
 
 
-def _made(target: str, script: str, name: str) -> tuple[Any, ...]:
-    """Return what a script's function returns."""
+def _read(path: Path, *, is_compiled: bool) -> MeasuredCosts:
+    """Read costs, which must be of the kind that was asked for."""
+    if is_compiled and not path.is_file():
+        raise ValueError(
+            f"plan --costs: expected a file of compiled works, got none at {path}. "
+            "Plan script.py:function, whose works can be compiled, to write it."
+        )
+    found = MeasuredCosts.from_json(path)
+    if bool(found.compiler) != is_compiled:
+        wanted = f"{_COMPILED}{path}" if found.compiler else f"{path}"
+        raise ValueError(
+            f"plan --costs: expected {'compiled' if is_compiled else 'measured'} costs "
+            f"in {path}, got some that are {found}. Write --costs {wanted}."
+        )
+    return found
+
+
+def _compiled(target: str, path: str, device: str) -> tuple[WorkGraph, MeasuredCosts]:
+    """Compile the works of a script's model for a device that need not be here."""
+    from torch_xla_pp.accelerators import CHIPS, CompilerLibrary
+
+    if device not in CHIPS:
+        raise ValueError(
+            f"plan --costs {_COMPILED}{path}: expected --device of {', '.join(CHIPS)}, "
+            f"got {device}. Name what to compile for."
+        )
+    CompilerLibrary.find()
+    env.stand_in_for(1)
+    from torch_xla_pp.fitting import compile_work  # Imports torch.
+
+    made = made_by(target)
+    work = _traced(made)
+    loss_fn, labels = (*made[2:], None, None)[:2]
+    costs = compile_work(
+        work, made[0], made[1], chip=device, loss_fn=loss_fn, target=labels
+    )
+    costs.to_json(path)
+    return work, costs
+
+
+def made_by(target: str) -> tuple[Any, ...]:
+    """Return what a script's function returns, given as `script.py:function`.
+
+    Returns:
+        A model, its arguments and, if there is one, a loss function and its target.
+
+    Raises:
+        ValueError: It returns something else.
+    """
+    script, _, name = target.rpartition(":")
     known = runpy.run_path(script)
     made = known[name]() if callable(known.get(name)) else None
     if (
@@ -59,14 +116,14 @@ def _made(target: str, script: str, name: str) -> tuple[Any, ...]:
 
 
 def _traced(made: tuple[Any, ...]) -> WorkGraph:
-    from torch_xla_pp.tracing import trace_work  # With torch, which files do without.
+    from torch_xla_pp.tracing import trace_work  # Imports torch.
 
     loss_fn, target = (*made[2:], None, None)[:2]
     return trace_work(made[0], made[1], loss_fn=loss_fn, target=target)
 
 
 def _measured(work: WorkGraph, made: tuple[Any, ...], path: str) -> MeasuredCosts:
-    """Run the works in a job of this process alone, and write what they take."""
+    """Run the works in a job of this process alone, and write their times."""
     if len(made) == 2:
         raise ValueError(
             "plan --measure: expected a function that returns a loss function and its "

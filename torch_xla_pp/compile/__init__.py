@@ -10,6 +10,7 @@ from torch_xla_pp.compile.explanation import (
 )
 from torch_xla_pp.compile.export import export_joint
 from torch_xla_pp.compile.joint_graph import JointGraph
+from torch_xla_pp.compile.lines import place_of
 from torch_xla_pp.compile.loss_cost import cost_of_loss, returned_by, unknown_ops
 from torch_xla_pp.compile.loss_program import LossProgram, of_rows, split_loss
 from torch_xla_pp.compile.lowering import LoweringRule
@@ -26,6 +27,7 @@ from torch_xla_pp.compile.names import (
     input_grad,
     input_role,
     is_buffer,
+    is_tangent,
     name_in_module,
     output_name,
     parameter_role,
@@ -33,6 +35,7 @@ from torch_xla_pp.compile.names import (
     route_out,
     shared_part,
     shared_total,
+    storage_of,
     tangent,
 )
 from torch_xla_pp.compile.partition import (
@@ -44,7 +47,12 @@ from torch_xla_pp.compile.partition import (
     partition_joint,
 )
 from torch_xla_pp.compile.product_rules import Constraints, LibraryProducts
-from torch_xla_pp.compile.program import Program
+from torch_xla_pp.compile.program import (
+    AbstractValue,
+    BoundValues,
+    LoweredProgram,
+    Program,
+)
 from torch_xla_pp.compile.program_spec import ProgramSpec
 from torch_xla_pp.compile.rank_rules import is_constrained, rules_of
 from torch_xla_pp.compile.sizes import device_bytes
@@ -55,13 +63,16 @@ from torch_xla_pp.compile.stage_compiler import (
     StageSource,
     example_of,
 )
-from torch_xla_pp.compile.stage_loss import StageLoss
+from torch_xla_pp.compile.stage_loss import RowWeights, StageLoss
 from torch_xla_pp.compile.stage_programs import Forwarded, StagePrograms, SummedGrads
-from torch_xla_pp.compile.stage_specs import Borders, tangent_name
+from torch_xla_pp.compile.stage_specs import Borders, ProgramName, tangent_name
+from torch_xla_pp.compile.stage_tracer import StageTracer
 
 __all__ = [
+    "AbstractValue",
     "Border",
     "Borders",
+    "BoundValues",
     "BucketKind",
     "CompiledStage",
     "Constraints",
@@ -71,18 +82,22 @@ __all__ = [
     "JointGraph",
     "LibraryProducts",
     "LossProgram",
+    "LoweredProgram",
     "LoweringRule",
     "MARK",
     "Program",
     "ProgramCost",
+    "ProgramName",
     "ProgramSpec",
     "Remat",
+    "RowWeights",
     "StageCompiler",
     "StageFunctions",
     "StageKind",
     "StageLoss",
     "StagePrograms",
     "StageSource",
+    "StageTracer",
     "SummedGrads",
     "accumulated",
     "accumulator",
@@ -101,11 +116,13 @@ __all__ = [
     "input_role",
     "is_buffer",
     "is_constrained",
+    "is_tangent",
     "marking_checkpoints",
     "name_in_module",
     "nothing",
     "output_name",
     "parameter_role",
+    "place_of",
     "partition_joint",
     "returned_by",
     "route_in",
@@ -115,6 +132,7 @@ __all__ = [
     "split_loss",
     "shared_part",
     "shared_total",
+    "storage_of",
     "tangent",
     "tangent_name",
     "unknown_ops",

@@ -1,13 +1,14 @@
 """What an atom of a model costs, found by tracing it as a stage of its own.
 
-Its values are fake tensors on the XLA device, as the traces of stages are made for
-that: nothing is computed, and no memory is taken.
+Its values are fake tensors on the XLA device, for which the traces of stages are made:
+nothing is computed, and no memory is taken.
 """
 
 import operator
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import count
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,16 +20,50 @@ from torch_xla_pp.compile.export import export_joint
 from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.names import (
     index_of_input,
+    index_of_tangent,
     is_input,
+    is_parameter,
     is_tangent,
+    name_in_module,
 )
 from torch_xla_pp.compile.ops import VIEWS
 from torch_xla_pp.compile.partition import Function, StageFunctions, partition_joint
+from torch_xla_pp.compile.value_dims import Label, ValueDims, first_label
 from torch_xla_pp.graph import Atom
 from torch_xla_pp.work import Amount, Cost
 
 _DEVICE = torch.device("xla:0")
+_HELD = "held_"
+_EMBEDDING = torch.ops.aten.embedding.default
 _POLICIES: tuple[Literal["none", "full"], ...] = ("none", "full")
+
+
+HeldDim = tuple[int, int]
+"""Place of an input, or after these of a parameter, and which dimension of it."""
+
+
+class Viewed(NamedTuple):
+    """The value that an output is a view of.
+
+    Attributes:
+        is_input: Whether it is an input of the atom.
+        place: Which of the inputs, or of the outputs and, after these, the wholes.
+    """
+
+    is_input: bool
+    place: int
+
+
+class KeptPart(NamedTuple):
+    """What is kept of some values.
+
+    Attributes:
+        saved: As `AtomCosts.saved`.
+        passed: As `AtomCosts.passed`.
+    """
+
+    saved: Mapping[str, Amount]
+    passed: Mapping[str, Amount]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,17 +71,28 @@ class AtomCosts:
     """The costs of an atom.
 
     Args:
-        forward_moved: Bytes that F moves; its FLOPs are known of the model.
+        forward_moved: Bytes that F moves; its FLOPs are known from the model.
         backward_input: Cost of I.
         backward_weight: Cost of W.
         saved: Policy → what is kept from F to B or I, without inputs and outputs.
         passed: Policy → what is kept from I to W, without outputs and without the
             inputs in `passed_inputs`.
         kept_inputs: Which inputs the backward reads.
-        kept_outputs: Which outputs it reads.
+        kept_outputs: Which outputs and wholes it reads.
         passed_inputs: Which inputs W reads if nothing is computed again.
-        passed_outputs: Which outputs it reads then.
+        passed_outputs: Which outputs and wholes it reads then.
         outputs_need_grad: Which outputs have a gradient.
+        wholes: Sizes of values inside the atom of which outputs are parts. They count
+            as further outputs, with the numbers after those.
+        viewed: For each output, and each whole, what it is a view of, None for nothing.
+        output_dims: For each of them and each of its dimensions the one of an input or
+            a parameter that it is, None for none.
+        sums: What is summed over such dimensions, see `WorkSum`.
+        parts: What is kept of values with such dimensions, see `WorkPart`; that of
+            gradients of outputs, which may come whole from elsewhere, is not in it.
+        passed_gradients: Which outputs' gradients are passed, by policy.
+        read_by: Which of "F", "I" and "W" read each parameter.
+        looked_up: Size of what is looked up in each table.
     """
 
     forward_moved: Amount
@@ -59,6 +105,14 @@ class AtomCosts:
     passed_inputs: frozenset[int]
     passed_outputs: frozenset[int]
     outputs_need_grad: tuple[bool, ...]
+    wholes: tuple[Amount, ...]
+    viewed: tuple[Viewed | None, ...]
+    output_dims: tuple[tuple[HeldDim | None, ...], ...]
+    sums: tuple[tuple[str, tuple[HeldDim, ...], Amount], ...]
+    parts: Mapping[tuple[HeldDim, ...], KeptPart]
+    passed_gradients: Mapping[str, tuple[int, ...]]
+    read_by: Mapping[int, tuple[str, ...]]
+    looked_up: Mapping[int, Amount]
 
 
 def costs_of_atom(
@@ -74,8 +128,8 @@ def costs_of_atom(
     Args:
         traced: The model that it is a part of.
         atom: The atom.
-        inputs: What it uses of others.
-        outputs: What others use of it.
+        inputs: Values of other atoms that it uses.
+        outputs: Its values that other atoms use.
         needs_grad: Which of the inputs have a gradient.
         rows: Rows of a microbatch in the trace; 0 if none of this depends on it.
     """
@@ -116,8 +170,8 @@ def _module_of(
     """Return an atom as a module with parameters of its own."""
     root, graph = nn.Module(), fx.Graph()
     copies = {node: graph.placeholder(node.name) for node in inputs}
-    for node in _attributes(atom.runs):
-        name = f"held_{len(copies)}"
+    for node in attributes_of(atom.runs):
+        name = f"{_HELD}{len(copies)}"
         value = _attribute(traced, str(node.target))
         held = fake(value)
         if isinstance(value, nn.Parameter):
@@ -135,7 +189,7 @@ def _module_of(
     return fx.GraphModule(root, graph)
 
 
-def _attributes(ops: Iterable[fx.Node]) -> list[fx.Node]:
+def attributes_of(ops: Iterable[fx.Node]) -> list[fx.Node]:
     """Return the parameters and buffers that operations read."""
     read = (node for op in ops for node in op.all_input_nodes)
     return list(dict.fromkeys(node for node in read if node.op == "get_attr"))
@@ -148,7 +202,7 @@ def _attribute(module: Any, name: str) -> Any:
 
 
 class _Sizes:
-    """Reads the costs of an atom off its joint graph.
+    """The costs of an atom, by the sizes of values in its joint graph.
 
     Args:
         joint: The graph.
@@ -162,7 +216,13 @@ class _Sizes:
         self._nodes = {joint.roles.get(node, node.name): node for node in nodes}
         self._gradients = {_viewed(x) for x in joint.parameter_grads.values()}
         self._gradients |= set(joint.parameter_grads.values())
-        self._outputs = {node: i for i, node in reversed([*enumerate(joint.outputs)])}
+        self._sources = [
+            _source(node.all_input_nodes[0] if place in joint.copied else node)
+            for place, node in enumerate(joint.outputs)
+        ]
+        self._outputs = self._places_of_outputs()
+        num_outputs = len(joint.outputs)
+        self._wholes = [x for x, i in self._outputs.items() if i >= num_outputs]
         self._of_batch = _reached_from(
             nodes, {n for n, r in joint.roles.items() if is_input(r) or is_tangent(r)}
         )
@@ -172,13 +232,15 @@ class _Sizes:
         cuts = {policy: partition_joint(self._joint, policy) for policy in _POLICIES}
         cut = cuts["none"]
         read = self._saved(cut)
-        passed = {policy: self._passed(x) for policy, x in cuts.items()}
+        saved: dict[str, set[fx.Node]] = {p: self._saved(x) for p, x in cuts.items()}
+        passed: dict[str, set[fx.Node]] = {p: self._passed(x) for p, x in cuts.items()}
         read_late = self._inputs_in(passed["none"])
+        dims = ValueDims(self._joint)
         return AtomCosts(
             forward_moved=self._moved(cut.forward),
             backward_input=self.cost(cut.backward_input),
             backward_weight=self.cost(cut.backward_weight),
-            saved={policy: self._kept(self._saved(x)) for policy, x in cuts.items()},
+            saved={policy: self._kept(nodes) for policy, nodes in saved.items()},
             passed={
                 policy: self._kept(nodes) + self._of_inputs(nodes, read_late)
                 for policy, nodes in passed.items()
@@ -188,10 +250,118 @@ class _Sizes:
             passed_inputs=read_late,
             passed_outputs=self._outputs_in(passed["none"]),
             outputs_need_grad=tuple(self._joint.outputs_need_grad),
+            wholes=tuple(map(self._amount, self._wholes)),
+            viewed=tuple(self._views()),
+            output_dims=tuple(
+                tuple(map(_held_dim, map(first_label, dims.of(node))))
+                for node in (*self._joint.outputs, *self._wholes)
+            ),
+            sums=tuple(self._sums(dims, cut)),
+            parts=self._parts(dims, saved, passed, read_late),
+            passed_gradients={
+                policy: tuple(sorted(map(index_of_tangent, self._tangents(nodes))))
+                for policy, nodes in passed.items()
+            },
+            read_by=self._read_by(cut),
+            looked_up=self._looked_up(),
         )
 
+    def _places_of_outputs(self) -> dict[fx.Node, int]:
+        """Return what outputs are views of, with the place of one of the same size.
+
+        Where there is none, it is a whole with a place of its own, after the outputs.
+        """
+        found: dict[fx.Node, int] = {}
+        outputs, roles = self._joint.outputs, self._joint.roles
+        for place, (node, source) in enumerate(
+            zip(outputs, self._sources, strict=True)
+        ):
+            if source not in roles and self._bytes(node) == self._bytes(source):
+                found.setdefault(source, place)
+        wholes = (x for x in self._sources if x not in roles and x not in found)
+        places = zip(dict.fromkeys(wholes), count(len(outputs)), strict=False)
+        return found | dict(places)
+
+    def _views(self) -> Iterator[Viewed | None]:
+        """Yield what each output, and each whole, is a view of."""
+        for place, source in enumerate((*self._sources, *self._wholes)):
+            role = self._joint.roles.get(source, "")
+            if is_input(role):
+                yield Viewed(True, index_of_input(role))
+            elif self._outputs.get(source, place) != place:
+                yield Viewed(False, self._outputs[source])
+            else:
+                yield None
+
+    def _sums(
+        self, dims: ValueDims, cut: StageFunctions
+    ) -> Iterator[tuple[str, tuple[HeldDim, ...], Amount]]:
+        """Yield what is summed over dimensions, and when."""
+        when_of = {
+            node: when
+            for when, function in reversed([*_by_action(cut)])
+            for node in self._ops_of(function)
+        }
+        for found in dims.sums():
+            labels = _held_dims(found.labels)
+            if found.node in when_of and labels:
+                yield when_of[found.node], labels, self._amount(found.node)
+
+    def _parts(
+        self,
+        dims: ValueDims,
+        saved: Mapping[str, set[fx.Node]],
+        passed: Mapping[str, set[fx.Node]],
+        known: Container[int],
+    ) -> dict[tuple[HeldDim, ...], KeptPart]:
+        """Return what is kept by the dimensions of values."""
+        found: dict[tuple[HeldDim, ...], tuple[set[fx.Node], ...]] = {}
+        for place, own in enumerate([*saved.values(), *passed.values()]):
+            for node in own:
+                labels = _held_dims(dims.labels(node))
+                if labels and not self._tangents([node]):
+                    groups = found.setdefault(labels, (set(), set(), set(), set()))
+                    groups[place].add(node)
+        parts = {}
+        for labels, (*kept, late, late_again) in sorted(found.items()):
+            part = KeptPart(
+                saved=dict(zip(saved, map(self._kept, kept), strict=True)),
+                passed={
+                    policy: self._kept(nodes) + self._of_inputs(nodes, known)
+                    for policy, nodes in zip(passed, (late, late_again), strict=True)
+                },
+            )
+            if any(x != Amount() for own in part for x in own.values()):
+                parts[labels] = part
+        return parts
+
+    def _tangents(self, nodes: Iterable[fx.Node]) -> list[str]:
+        roles = (self._joint.roles.get(node, "") for node in nodes)
+        return [role for role in roles if is_tangent(role)]
+
+    def _read_by(self, cut: StageFunctions) -> dict[int, tuple[str, ...]]:
+        """Return which actions read each parameter."""
+        found: dict[int, tuple[str, ...]] = {}
+        for when, function in _by_action(cut):
+            for name in function.inputs:
+                place = _place_of_held(name) if is_parameter(name) else None
+                if place is not None:
+                    found[place] = (*found.get(place, ()), when)
+        return found
+
+    def _looked_up(self) -> dict[int, Amount]:
+        """Return the sizes of what is looked up in tables."""
+        found: dict[int, Amount] = {}
+        graph = self._joint.graph.graph
+        for node in graph.find_nodes(op="call_function", target=_EMBEDDING):
+            role = self._joint.roles.get(_viewed(node.args[0]), "")
+            place = _place_of_held(role) if is_parameter(role) else None
+            if place is not None:
+                found[place] = found.get(place, Amount()) + self._amount(node)
+        return found
+
     def _saved(self, cut: StageFunctions) -> set[fx.Node]:
-        """Return what a backward reads of a forward and of the atom's inputs."""
+        """Return what a backward reads of a forward and of its inputs."""
         computed = set(cut.forward.outputs)
         pieces = (cut.backward, cut.backward_input, cut.backward_weight)
         names = {name for piece in pieces if piece for name in piece.inputs}
@@ -207,7 +377,7 @@ class _Sizes:
         return frozenset(self._outputs[node] for node in nodes if node in self._outputs)
 
     def _kept(self, nodes: Iterable[fx.Node]) -> Amount:
-        """Return the bytes of what is kept inside of the atom."""
+        """Return the bytes of what is kept inside the atom."""
         total = Amount()
         for node in nodes:
             role = self._joint.roles.get(node)
@@ -216,7 +386,7 @@ class _Sizes:
         return total
 
     def _of_inputs(self, nodes: Iterable[fx.Node], known: Container[int]) -> Amount:
-        """Return the bytes of inputs among these, but of those that are known."""
+        """Return the bytes of inputs among these, except those that are known."""
         total = Amount()
         for node in nodes:
             role = self._joint.roles.get(node, "")
@@ -256,8 +426,8 @@ class _Sizes:
     def _moved(self, function: Function) -> Amount:
         """Return what a function reads from memory and writes to it.
 
-        Products of matrices read and write all that they take and return. What is
-        between them and the ends of the function is taken to run together.
+        Products of matrices read all their operands and write their results. The
+        operations between them, and at both ends, are assumed to be fused.
         """
         names = {*function.inputs, *function.outputs} & set(self._nodes)
         moved = Amount()
@@ -292,6 +462,32 @@ class _Sizes:
         return bytes_of_value(node.meta.get("val"))
 
 
+def _by_action(cut: StageFunctions) -> Iterator[tuple[str, Function]]:
+    """Yield the functions of F, I and W that there are."""
+    functions = cut.forward, cut.backward_input, cut.backward_weight
+    for when, function in zip("FIW", functions, strict=True):
+        if function is not None:
+            yield when, function
+
+
+def _place_of_held(role: str) -> int | None:
+    """Return the place of an input or of a parameter, None for what is neither."""
+    if is_input(role):
+        return index_of_input(role)
+    if is_parameter(role):
+        return int(name_in_module(role).removeprefix(_HELD))
+    return None
+
+
+def _held_dim(label: Label | None) -> HeldDim | None:
+    place = None if label is None else _place_of_held(label[0])
+    return None if label is None or place is None else (place, label[1])
+
+
+def _held_dims(labels: Iterable[Label]) -> tuple[HeldDim, ...]:
+    return tuple(dim for dim in map(_held_dim, labels) if dim is not None)
+
+
 def bytes_of_value(value: Any) -> int:
     """Return the bytes of a tensor, or of several; 0 for what is none."""
     tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
@@ -314,8 +510,17 @@ def has_rows(value: Any, rows: int) -> bool:
 
 
 def _viewed(node: fx.Node) -> fx.Node:
-    """Return what a view shows."""
+    """Return the value that a view is of."""
     while node.target in VIEWS or node.target is operator.getitem:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """Return the value that a stage saves for a view of it, see `partition`."""
+    while node.target in VIEWS or (
+        node.target is operator.getitem and node.all_input_nodes[0].target in VIEWS
+    ):
         node = node.all_input_nodes[0]
     return node
 

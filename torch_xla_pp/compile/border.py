@@ -1,11 +1,11 @@
-"""What a stage's programs exchange with other ranks themselves.
+"""The values that a stage's programs exchange with other ranks themselves.
 
 A program receives first and sends last. A *border* lists the values of one message; a
-*route* tells at run time which message it is and where to (see `ProgramOps`).
-The *token* keeps the ops: a program with borders returns one token for all.
+*route* names the message and its destination at run time (see `ProgramOps`). The
+*token* keeps the ops: a program with borders returns one token for all.
 
 Values are kept by name, as in all of `compile`. Received values are used like inputs;
-sent values are those that the function computes, takes or receives. Neither need be
+sent values are those that the function computes, takes or receives. They need not be
 inputs or outputs of the program: a value that is only sent never becomes a buffer of
 its own.
 """

@@ -1,13 +1,12 @@
 """Functions under `torch.utils.checkpoint.checkpoint`, marked on the nodes of a trace.
 
-They are traced like all others. A *region* is all that one outermost call of
+They are traced like all other functions. A *region* is all that one outermost call of
 `checkpoint` runs. This is the only file that uses the insides of
 `torch.utils.checkpoint`.
 
 Differences to eager: a region under `use_reentrant=True` has gradients even if none of
-its arguments has; buffers are not updated a second time in the backward; and of
-`context_fn`, only the contexts that `create_selective_checkpoint_contexts` makes are
-taken.
+its arguments has; buffers are not updated a second time in the backward; and
+`context_fn` must return the contexts that `create_selective_checkpoint_contexts` makes.
 """
 
 import contextlib
@@ -25,18 +24,18 @@ from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.graph import replaced
 
-# Fields of `node.meta`, those that torch.compile has for the same purpose: they are
-# copied from one trace to the next.
+# Fields of `node.meta` that torch.compile has for the same purpose: they are copied
+# from one trace to the next.
 REGION = "ac_graph_id"
 _POLICY = "recompute"
 
 
 @contextlib.contextmanager
 def marking_checkpoints() -> Iterator[None]:
-    """Let traces inside of the context mark checkpointed functions on their nodes.
+    """Let traces inside the context mark checkpointed functions on their nodes.
 
     `export_joint` enters it itself; enter it around `torch.export` of a module, too,
-    for the marks to be on the nodes of the exported graph.
+    so that the nodes of the exported graph have the marks.
 
     Upstream makes such marks for torch.compile alone: its tracer turns a checkpointed
     function into a `TagActivationCheckpoint`.

@@ -1,13 +1,13 @@
 """Operations that stages compute in terms of others, each with its reason.
 
-torch_xla 2.9 computes some operations wrongly and others not at all. Two tables say
-what stands in for them; `docs/operators.md` has what was tried. An entry can go when
+torch_xla 2.9 computes some operations wrongly and others not at all. Two tables list
+what replaces them; `docs/operators.md` lists what was tried. An entry can go when
 torch_xla has been fixed, which `test/ops` shows.
 
 * `DECOMPOSITIONS` replaces operations of the joint graph, those of gradients included.
 * `IN_AUTOGRAD` replaces operations before their gradient is taken, for those whose
-  gradient is not computed by operations that XLA has. So are the operations made of
-  others for which torch_xla has an implementation, but no gradient.
+  gradient is not computed by operations that XLA has. The same is done to composite
+  operations that torch_xla implements without a gradient.
 
 Most of them are PyTorch's own decompositions.
 """
@@ -24,18 +24,23 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from torch_xla_pp import xla_compat
+from torch_xla_pp.compile.attention_kernel import (
+    plain_backward_unless_kernel,
+    plain_unless_kernel,
+)
+from torch_xla_pp.graph import ATTENTION, ATTENTION_BACKWARD
 
 _aten = torch.ops.aten
 _logger = logging.getLogger(__name__)
 
 
 class Decomposition(NamedTuple):
-    """What stands in for an operation.
+    """The replacement of an operation.
 
     Attributes:
-        function: Takes its arguments; may return NotImplemented for those with which
-            the operation stays as it is.
-        reason: What is wrong with torch_xla's.
+        function: Takes its arguments; may return NotImplemented to leave the operation
+            as it is.
+        reason: What is wrong with torch_xla's implementation.
     """
 
     function: Callable[..., Any]
@@ -163,6 +168,16 @@ def _angle(x: Tensor) -> Any:
     return torch.where(x.isnan(), x, torch.where(x < 0, math.pi, 0.0).to(x.dtype))
 
 
+def _complex(real: Tensor, imaginary: Tensor) -> Tensor:
+    shape = torch.broadcast_shapes(real.shape, imaginary.shape)  # type: ignore[no-untyped-call]
+    pairs = torch.stack([real.expand(shape), imaginary.expand(shape)], -1)
+    return torch.view_as_complex(pairs.contiguous())
+
+
+def _polar(size: Tensor, angle: Tensor) -> Tensor:
+    return _complex(size * angle.cos(), size * angle.sin())
+
+
 def _zeros(size: Sequence[int], **kwargs: Any) -> Tensor:
     return torch.zeros(size, **kwargs)
 
@@ -170,6 +185,10 @@ def _zeros(size: Sequence[int], **kwargs: Any) -> Tensor:
 def _copysign(x: Tensor, sign: Tensor) -> Tensor:
     is_negative = (sign < 0) | ((sign == 0) & (sign.reciprocal() < 0))
     return torch.where(is_negative, -x.abs(), x.abs())
+
+
+def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    return source.to(x.dtype).expand(x.shape).clone()
 
 
 def _vdot(left: Tensor, right: Tensor) -> Any:
@@ -324,6 +343,7 @@ DECOMPOSITIONS: Mapping[Any, Decomposition] = {
         "torch_xla returns the input",
         [_aten.pixel_shuffle.default, _aten.pixel_unshuffle.default],
     ),
+    **_own("torch_xla writes into the operand", {_aten.copy.default: _copy}),
     **_of_torch("torch_xla aborts on a value without elements", [_aten.roll.default]),
     **_own(
         "torch_xla does not broadcast",
@@ -386,11 +406,20 @@ DECOMPOSITIONS: Mapping[Any, Decomposition] = {
         },
     ),
     **_of_torch("torch_xla makes constants on the host", [_aten.unsafe_split.Tensor]),
+    **_own(
+        "only TPUs have a kernel",
+        {
+            ATTENTION: plain_unless_kernel,
+            ATTENTION_BACKWARD: plain_backward_unless_kernel,
+        },
+    ),
 }
-"""Operation of the joint graph → what stands in for it."""
+"""Operation of the joint graph → its replacement."""
 
 IN_AUTOGRAD: Mapping[Any, Decomposition] = {
     **_own(f"{_ON_HOST}, or its gradient", {_aten._cdist_forward.default: _cdist}),
+    **_own(_ON_HOST, {_aten.complex.default: _complex, _aten.polar.default: _polar}),
+    **_of_torch(_ON_HOST, [_aten._weight_norm_interface.default]),
     **_own(
         f"{_ON_HOST} unless parts are equal",
         {
@@ -412,7 +441,7 @@ IN_AUTOGRAD: Mapping[Any, Decomposition] = {
         },
     ),
 }
-"""Operation → what stands in for it before gradients are taken."""
+"""Operation → its replacement before gradients are taken."""
 
 
 def functions_in_graph() -> dict[Any, Callable[..., Any]]:

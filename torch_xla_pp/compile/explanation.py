@@ -1,11 +1,21 @@
 """What a stage costs on each device: memory, collectives, and messages."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from torch_xla_pp.advice import (
+    Exchange,
+    Machine,
+    PipelineLoad,
+    StageLoad,
+    advise,
+    when_of,
+    whole_bytes,
+)
 from torch_xla_pp.compile.program import Program
 from torch_xla_pp.hlo import Collective, collectives_of, product_flops
-from torch_xla_pp.mesh import LocalMesh, TensorSpec
+from torch_xla_pp.mesh import AxisRules, LocalMesh, TensorSpec, strategy_names
 
 _HINT = (
     "unknown: set XLA_FLAGS='--xla_dump_to=<folder of the rank> "
@@ -62,7 +72,14 @@ class Explanation:
         reduced_per_microbatch: Parameter → why its gradient is reduced in every
             microbatch and not once a step.
         moves: Values that are resharded on the way from or to another rank, whose
-            devices hold them in another way.
+            devices shard them in another way.
+        sends: Whether its outputs go to another stage.
+        num_microbatches: Microbatches of a step.
+        num_ranks: Ranks of the pipeline.
+        stages_per_rank: Stages of each.
+        mesh: The rank's devices, None if not given.
+        rules: What logical axes are split over, None likewise.
+        device: The kind of devices that advice is for, None for none.
     """
 
     stage: int
@@ -73,6 +90,13 @@ class Explanation:
     programs: tuple[ProgramCost, ...]
     reduced_per_microbatch: Mapping[str, str] = field(default_factory=dict)
     moves: tuple[str, ...] = ()
+    sends: bool = False
+    num_microbatches: int = 1
+    num_ranks: int = 1
+    stages_per_rank: int = 1
+    mesh: LocalMesh | None = None
+    rules: AxisRules | None = None
+    device: str | None = None
 
     def __str__(self) -> str:
         lines = [
@@ -89,7 +113,82 @@ class Explanation:
                 f"  gradients reduced in every microbatch, as {reason}: "
                 f"{', '.join(names)}"
             )
-        return "\n".join([*lines, *map(str, self.programs)])
+        lines += map(str, self.programs)
+        if self.device is not None:
+            lines += (f"  {line}" for line in advise(self).lines())
+        return "\n".join(lines)
+
+    def among(
+        self, num_ranks: int, stages_per_rank: int, device: str | None
+    ) -> "Explanation":
+        """Return it for a pipeline of so many ranks and stages, on some devices."""
+        return replace(
+            self, num_ranks=num_ranks, stages_per_rank=stages_per_rank, device=device
+        )
+
+    def load(self) -> PipelineLoad:
+        """Return what a device computes and exchanges, for `advise`.
+
+        Raises:
+            ValueError: The HLO of no program is known.
+        """
+        known = [p for p in self.programs if p.flops is not None]
+        if not known:
+            raise ValueError(
+                f"advise: expected the HLO of programs, got none. {_HINT}."
+            )
+        flops: dict[str, float] = {}
+        for program in known:
+            when = when_of(program.name)
+            flops[when] = flops.get(when, 0.0) + float(program.flops or 0)
+        exchanges = [e for program in known for e in self._exchanges(program)]
+        if self.sends:
+            exchanges.append(
+                Exchange(
+                    when="F",
+                    kind="boundary",
+                    axis="pp",
+                    num_devices=1,
+                    count=1,
+                    num_bytes=self.sent_bytes,
+                )
+            )
+        stage = StageLoad(stage=self.stage, flops=flops, exchanges=tuple(exchanges))
+        return PipelineLoad(
+            stages=(stage,),
+            num_microbatches=self.num_microbatches,
+            num_ranks=self.num_ranks,
+            stages_per_rank=self.stages_per_rank,
+            mesh=self._sizes,
+            strategies=strategy_names(self.rules),
+            machine=self._machine,
+        )
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        """Return axes of the rank's devices → their sizes."""
+        mesh = self.mesh
+        return {} if mesh is None else dict(zip(mesh.names, mesh.shape, strict=True))
+
+    @property
+    def _machine(self) -> Machine | None:
+        if self.device is None:
+            return None
+        return Machine.named(self.device, self._sizes, {})
+
+    def _exchanges(self, program: ProgramCost) -> Iterator[Exchange]:
+        """Yield the exchanges of a program, except those that are along no axes."""
+        for found in program.collectives or ():
+            if found.axes:
+                size = math.prod(self._sizes[axis] for axis in found.axes)
+                yield Exchange(
+                    when=when_of(program.name),
+                    kind=found.kind,
+                    axis="+".join(found.axes),
+                    num_devices=size,
+                    count=found.count,
+                    num_bytes=whole_bytes(found.kind, found.num_bytes, size),
+                )
 
     def _intensity(self) -> str:
         """Return the forward's work for each byte that leaves, if both are known."""
@@ -102,7 +201,7 @@ class Explanation:
 def costs_of(
     programs: Mapping[str, Program], mesh: LocalMesh
 ) -> tuple[ProgramCost, ...]:
-    """Return what each of the programs does and exchanges."""
+    """Return the work and the exchanges of each program."""
     return tuple(
         ProgramCost(
             name=name,

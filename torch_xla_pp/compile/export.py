@@ -61,7 +61,8 @@ from torch_xla_pp.compile.names import (
     tangent,
 )
 from torch_xla_pp.errors import PipelineError
-from torch_xla_pp.graph import Template, replaced
+from torch_xla_pp.graph import Template, noting_host_randomness, replaced
+from torch_xla_pp.phases import phase
 
 _WRAPPED = "module."
 
@@ -78,7 +79,7 @@ _IN_PLACE_OF: Mapping[Any, Callable[..., Any]] = {
 class _Captures(TorchFunctionMode):
     """A mode in which inputs of a trace stand for tensors read from elsewhere.
 
-    Some functions are put in place of others, see `_IN_PLACE_OF`.
+    Some functions are replaced by others, see `_IN_PLACE_OF`.
 
     Args:
         inputs: Pairs of a tensor from elsewhere and the input that stands for it.
@@ -148,7 +149,11 @@ class _TensorsOnly(nn.Module):
         num_inputs = len(tensors) - len(self._captured)
         args, kwargs = self._arguments.fill(tensors[:num_inputs])
         captured = zip(self._captured, tensors[num_inputs:], strict=True)
-        with _without_leaks(self.module), _Captures(captured) as captures:
+        with (
+            _without_leaks(self.module),
+            _updating_buffers(self.module),
+            _Captures(captured) as captures,
+        ):
             result = _call(self.module, args, kwargs)
         traceback.current_meta.pop(_LINE, None)
         self.found = captures.found
@@ -161,7 +166,7 @@ class _TensorsOnly(nn.Module):
 
 @contextlib.contextmanager
 def _without_leaks(module: nn.Module) -> Iterator[None]:
-    """Take back the tensors that a trace leaves in attributes: they have no values."""
+    """Restore attributes in which a trace leaves tensors: these have no values."""
     before = [(vars(part), dict(vars(part))) for part in module.modules()]
     try:
         yield
@@ -174,6 +179,33 @@ def _without_leaks(module: nn.Module) -> Iterator[None]:
                     held[name] = old[name]
                 else:
                     del held[name]
+
+
+@contextlib.contextmanager
+def _updating_buffers(module: nn.Module) -> Iterator[None]:
+    """Write into a buffer the tensor that the module replaces it by.
+
+    Raises:
+        PipelineError: It has another shape or dtype.
+    """
+    before = [
+        (name, part, dict(part._buffers)) for name, part in module.named_modules()
+    ]
+    yield
+    for name, part, buffers in before:
+        for key, old in buffers.items():
+            new = part._buffers.get(key)
+            if new is old or old is None:
+                continue
+            if new is None or new.shape != old.shape or new.dtype != old.dtype:
+                got = None if new is None else f"{new.dtype} {[*new.shape]}"
+                raise PipelineError(
+                    f"stage: expected its forward to leave buffer "
+                    f"{f'{name}.{key}'.lstrip('.')} {old.dtype} {[*old.shape]}, got "
+                    f"{got}. Give it its last shape and dtype in the beginning."
+                )
+            with torch.no_grad():
+                part._buffers[key] = old.copy_(new)
 
 
 def _check_constants(output: Template) -> None:
@@ -197,6 +229,7 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return fx.Interpreter(module).run(*bound.args)
 
 
+@phase("joint graph")
 def export_joint(
     module: nn.Module,
     args: Sequence[Any],
@@ -210,8 +243,7 @@ def export_joint(
         args: Example arguments; only shapes, dtypes and `requires_grad` of tensors
             count. Other values are built into the graph.
         kwargs: Example keyword arguments, likewise.
-        tensors: Those of the tensors that get the first roles, in this order; others
-            follow as they appear.
+        tensors: The tensors that get the first roles, in order; others as they appear.
 
     Raises:
         TypeError: The module returns what stages cannot exchange.
@@ -230,6 +262,7 @@ def export_joint(
         raise PipelineError("export: the stage's forward did not run.")
     read = _read(joint, wrapped.output_template, _first_names(module))
     _name_captured(read, captured, len(inputs))
+    read.copied = aliased
     return read
 
 
@@ -257,14 +290,17 @@ def _name_captured(
 
 
 def _export(module: nn.Module, args: list[Tensor]) -> Any:
-    # The first trace finds out which tensors the module reads from elsewhere.
+    # The first trace finds the tensors that the module reads from elsewhere.
     held = [*args, *module.parameters(), *module.buffers()]
     fake = detect_fake_mode(held) or FakeTensorMode(allow_non_fake_inputs=True)
     with (
         contextlib.ExitStack() as stack,
+        noting_host_randomness("a stage's forward or loss_fn"),
         marking_checkpoints(),
         torch.set_grad_enabled(True),
         tracing(TracingContext(fake)),
+        # A part that torch.compile has wrapped is compiled with the rest.
+        torch.compiler.set_stance("force_eager"),
         _as_if_compiling(),
         _views_on_metadata(),
         xla_compat.in_autograd(functions_in_autograd()),
@@ -302,15 +338,15 @@ def _as_if_compiling() -> contextlib.AbstractContextManager[None]:
 def _views_on_metadata() -> contextlib.AbstractContextManager[None]:
     """Let in-place views change nothing but the shape of functionalization's wrapper.
 
-    It repeats an operation such as `as_strided_` on its wrapper of a value, for which
-    torch_xla's kernels have no XLA tensor, see docs/upstreaming.md.
+    It repeats an operation such as `as_strided_` on its wrapper of a value, which is no
+    XLA tensor that torch_xla's kernels could use, see docs/upstreaming.md.
     """
     return replaced(_mode_utils, "no_dispatch", _on_metadata)
 
 
 @contextlib.contextmanager
 def _on_metadata() -> Iterator[None]:
-    """Let operations change nothing but the shape of the value that they are given."""
+    """Let operations change nothing but the shape of their operand."""
     keys, key_set = torch._C.DispatchKey, torch._C.DispatchKeySet
     with no_dispatch():
         included = torch._C._dispatch_tls_local_include_set() | key_set(keys.Meta)

@@ -40,6 +40,8 @@ class JointGraph:
         regions: Node → the region in which it was made; for a node of the backward,
             that of the operation whose gradient it computes.
         selected: Nodes that a selective checkpoint saves.
+        copied: Which outputs are copies, as they would share memory with an input or
+            another output.
 
     In-place updates of inputs are not kept: inputs belong to the pipeline.
     """
@@ -55,6 +57,7 @@ class JointGraph:
     input_grads: dict[int, fx.Node | None] = field(default_factory=dict)
     regions: dict[fx.Node, int] = field(default_factory=dict)
     selected: set[fx.Node] = field(default_factory=set)
+    copied: frozenset[int] = frozenset()
 
     @property
     def constraints(self) -> list[tuple[LogicalAxes, Tensor]]:

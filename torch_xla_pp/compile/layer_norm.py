@@ -1,9 +1,9 @@
-"""Layer norm whose dimensions stay as they are.
+"""Layer norm that does not merge dimensions.
 
-PyTorch's for XLA devices is a batch norm over all rows as one dimension. If both the
-batch and the sequence are split over devices, XLA has no sharding for that dimension
-and gathers; here statistics are taken along the normalised dimensions alone. As in
-eager, the input and the statistics are all that is kept for the backward.
+PyTorch's layer norm for XLA devices is a batch norm over all rows as one dimension. If
+both the batch and the sequence are split over devices, XLA has no sharding for that
+dimension and gathers; here statistics are taken along the normalised dimensions alone.
+As in eager, the input and the statistics are all that is kept for the backward.
 """
 
 from collections.abc import Sequence

@@ -19,7 +19,8 @@ _PACKAGE = str(Path(__file__).parents[1])
 def running_line(outermost: CodeType) -> str | None:
     """Return the innermost line of the model that runs, as tracebacks show it.
 
-    If only code of torch runs, it is the innermost module's.
+    If only code of torch runs, it is the line that a trace noted on the operation of a
+    graph that runs, else the innermost module's.
 
     Args:
         outermost: The code that called the model.
@@ -32,10 +33,23 @@ def running_line(outermost: CodeType) -> str | None:
     while frame is not None and frame.f_code is not outermost:
         if not _is_foreign(frame.f_code.co_filename):
             return _shown(frame)
+        noted = _noted(frame)
+        if noted is not None:
+            return noted
         if module is None and isinstance(frame.f_locals.get("self"), nn.Module):
             module = _shown(frame)
         frame = frame.f_back
     return module if frame is not None else None
+
+
+def _noted(frame: FrameType) -> str | None:
+    """Return the lines of the node that an interpreter of a graph runs here."""
+    if frame.f_code is not fx.Interpreter.run_node.__code__:
+        return None
+    node = frame.f_locals.get("n")
+    trace = node.meta.get("stack_trace") if isinstance(node, fx.Node) else None
+    lines = _LINE.findall(trace or "")
+    return trace if any(not _is_foreign(path) for path, _, _ in lines) else None
 
 
 def _is_foreign(path: str) -> bool:

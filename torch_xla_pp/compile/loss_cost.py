@@ -1,4 +1,4 @@
-"""What a loss and its gradient cost, and operations of which no cost is known."""
+"""The cost of a loss and its gradient, and operations whose cost is unknown."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def cost_of_loss(
         data = torch.empty_strided(size, stride, dtype=value.dtype, device="meta")
         return FakeTensor(mode, data, device)
 
-    # What the function reads from outside is where the target is.
+    # Tensors that the function reads from outside are on the target's device.
     device = next(
         (x.device for x in pytree.tree_leaves(target) if isinstance(x, Tensor)), _DEVICE
     )

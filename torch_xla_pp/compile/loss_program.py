@@ -31,7 +31,7 @@ _SCALE = tangent(0)
 
 
 class _LossModule(nn.Module):
-    """A loss function of tensors alone, put together as the user's expects them."""
+    """A loss function of tensors, which puts together the arguments of the user's."""
 
     def __init__(self, function: Callable[..., Any], output: Template) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def split_loss(result: Any) -> tuple[Any, Any]:
 
     Args:
         result: The loss; or a tuple or list of it and metrics, tensors in any pytree.
-            Several things behind the loss are a tuple of metrics.
+            Several items after the loss are a tuple of metrics.
     """
     if not isinstance(result, (tuple, list)):
         return result, ()
@@ -67,7 +67,8 @@ def of_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Returns:
         Takes a weight of each row behind the target; returns the weighted sum of the
-        rows' losses, and the sum of the metrics of rows whose weight is not zero.
+        rows' losses; and the sum of the metrics of rows whose weight is not zero, and
+        the losses of the rows, and of all of them together.
     """
 
     def weighted(output: Any, target: Tensor, weights: Tensor) -> tuple[Any, Any]:
@@ -84,9 +85,9 @@ def of_rows(function: Callable[..., Any]) -> Callable[..., Any]:
             shape = (-1,) + (1,) * (values.dim() - 1)
             return (values * is_counted.view(shape).to(values.dtype)).sum(0)
 
-        return (losses * weights.to(losses.dtype)).sum(), pytree.tree_map(
-            total, metrics
-        )
+        loss = (losses * weights.to(losses.dtype)).sum()
+        whole, _ = split_loss(function(output, target))
+        return loss, (pytree.tree_map(total, metrics), losses, whole)
 
     return weighted
 
@@ -99,7 +100,8 @@ class LossProgram:
     """One program for a loss, and for its gradient scaled by a factor.
 
     The function is traced at the first call. Tensors that it captures are read again
-    when they were written to; all else that it reads from outside is built in.
+    when they have been written to; everything else that it reads from outside is built
+    in.
 
     Args:
         function: Takes the stage's output, the target and what follows it, returns a
@@ -152,8 +154,18 @@ class LossProgram:
         self.dtype = joint.example_outputs[0][0].dtype
 
     @property
+    def program(self) -> Program:
+        """Return the program; it takes `input_role`s, constants and the scale."""
+        return self._program
+
+    @property
+    def constants(self) -> Mapping[str, Tensor]:
+        """Return the tensors that it reads from elsewhere, by role."""
+        return self._constants.sources
+
+    @property
     def extra_bytes(self) -> int:
-        """Return what a run takes on a device beside its arguments, zero if unknown."""
+        """Return a run's bytes on a device beside its arguments, zero if unknown."""
         return self._program.extra_bytes
 
     def __call__(

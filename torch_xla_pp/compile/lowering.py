@@ -29,8 +29,11 @@ _NARROW = (
 )
 
 
+_SCOPE = "op"
+
+
 class LoweringRule(Protocol):
-    """A way to run some operations otherwise than torch_xla does."""
+    """A rule that runs some operations in another way than torch_xla does."""
 
     def __call__(
         self,
@@ -44,10 +47,10 @@ class LoweringRule(Protocol):
         Args:
             node: The operation.
             values: What has run so far.
-            notes: What rules note about an operation, for later ones of the run.
+            notes: What rules note about an operation, for later operations of the run.
 
         Returns:
-            The result, None to leave the operation to others.
+            The result, None to leave the operation to other rules.
         """
 
 
@@ -71,14 +74,18 @@ class Lowering(fx.Interpreter):
         self._name = name
         self._rules = rules
         self._notes: dict[fx.Node, Any] = {}
+        self._scopes: dict[str, fx.Node] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node; its operands have run."""
         if n.op != "call_function":
             return super().run_node(n)
         before = xla_compat.num_host_operations()
+        scope = f"{_SCOPE}{len(self._scopes)}"
+        self._scopes[scope] = n
         try:
-            result = self._run_operation(n)
+            with xla_compat.origin_scope(scope):
+                result = self._run_operation(n)
         except Exception as error:
             raise PipelineError(
                 f"{self._name} program: {describe(n)} failed: {error}. Write it with "
@@ -125,8 +132,16 @@ class Lowering(fx.Interpreter):
             "other operations, or move it out of the stage."
         )
 
+    def origins(self) -> dict[str, str]:
+        """Return each scope's operation and its line; the graph has run.
+
+        Instructions have the names of scopes in them if origins were noted. Numbers in
+        place of lines keep programs of equal layers equal.
+        """
+        return {scope: describe(node) for scope, node in self._scopes.items()}
+
     def first(self, is_wanted: Callable[[Tensor], bool]) -> str | None:
-        """Return the first operation whose result is as wanted, None if there is none.
+        """Return the first operation whose result meets a condition, None if none does.
 
         The graph has run.
         """

@@ -9,6 +9,7 @@ import os.path
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -16,6 +17,8 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_pp.compile.atom_costs import (
     AtomCosts,
+    HeldDim,
+    attributes_of,
     bytes_of_value,
     costs_of_atom,
     has_rows,
@@ -30,10 +33,21 @@ from torch_xla_pp.graph import (
     normalize,
     original_name,
 )
-from torch_xla_pp.work import Amount, Cost, Work, WorkGraph, WorkParameter, WorkValue
+from torch_xla_pp.work import (
+    Amount,
+    Cost,
+    ParameterDim,
+    Work,
+    WorkGraph,
+    WorkParameter,
+    WorkPart,
+    WorkSum,
+    WorkValue,
+    added_parts,
+)
 
-# To weigh what an operation computes against what it writes: of the order of the FLOPs
-# that devices do in the time in which they move a byte.
+# Weighs FLOPs against bytes written: about the FLOPs that devices do in the time in
+# which they move a byte.
 _FLOPS_PER_BYTE = 100
 _NO_ROWS = 0
 
@@ -72,7 +86,7 @@ def work_of(
 
 
 class _Described:
-    """Describes the atoms of a model, in their order."""
+    """The atoms of a model described as works, in their order."""
 
     def __init__(
         self,
@@ -96,9 +110,12 @@ class _Described:
         self._of_batch = _of_batch(nodes)
         self._home = {op: atom for atom in atoms for op in atom.ops}
         self._needs_grad: dict[fx.Node, bool] = {}
-        self._kept_by: dict[fx.Node, list[Atom]] = {}
-        self._passed_by: dict[fx.Node, list[Atom]] = {}
+        self._kept_by: dict[str, list[Atom]] = {}
+        self._passed_by: dict[str, list[Atom]] = {}
+        self._view_of: dict[str, str] = {}
+        self._wholes: dict[Atom, dict[str, Amount]] = {}
         self._costs: dict[str, AtomCosts] = {}
+        self._dims: dict[str, tuple[ParameterDim | None, ...]] = {}
         (output,) = traced.graph.find_nodes(op="output")
         self._returned = list(dict.fromkeys(output.all_input_nodes))
         self._uses = Counter(name for atom in atoms for name in self._held(atom))
@@ -106,9 +123,10 @@ class _Described:
     def graph(self, source: str) -> WorkGraph:
         """Return the work of the model."""
         works = [self._work(atom) for atom in self._atoms]
-        made = [op for atom in self._atoms for op in self._made(atom)]
-        inputs = [x for x in self._inputs if x.users]
-        values = [self._value(node) for node in (*inputs, *made)]
+        values = [self._value(x) for x in self._inputs if x.users]
+        for atom in self._atoms:
+            values += map(self._value, self._made(atom))
+            values += self._whole_values(atom)
         return WorkGraph(
             works=tuple(works),
             values=tuple(values),
@@ -130,6 +148,7 @@ class _Described:
             )
         costs = self._costs[digest]
         self._note(atom, inputs, outputs, costs)
+        held = [*inputs, *attributes_of(atom.runs)]
         return Work(
             name=atom.ops[-1].name,
             ops=tuple(op.name for op in atom.ops),
@@ -140,8 +159,70 @@ class _Described:
             backward_weight=costs.backward_weight,
             saved=costs.saved,
             passed=costs.passed,
-            parameters=tuple(self._parameters(atom)),
+            parameters=tuple(self._parameters(atom, len(inputs), costs)),
+            sums=tuple(
+                WorkSum(when=when, dims=own, size=size)
+                for when, dims, size in costs.sums
+                if (own := self._dims_of(dims, held))
+            ),
+            parts=added_parts(
+                [
+                    WorkPart(dims=own, saved=part.saved, passed=part.passed)
+                    for dims, part in costs.parts.items()
+                    if (own := self._dims_of(dims, held))
+                ]
+                + [*self._gradient_parts(outputs, costs)]
+            ),
         )
+
+    def _gradient_parts(
+        self, outputs: Sequence[fx.Node], costs: AtomCosts
+    ) -> Iterator[WorkPart]:
+        """Yield what is passed of gradients; those of the model's outputs are whole."""
+        for index, node in enumerate(outputs):
+            dims = [dim for dim in self._dims[node.name] if dim is not None]
+            is_passed = any(index in own for own in costs.passed_gradients.values())
+            if dims and is_passed and node not in self._returned:
+                size = self._size(node)
+                yield WorkPart(
+                    dims=tuple(dict.fromkeys(dims)),
+                    saved=dict.fromkeys(costs.saved, Amount()),
+                    passed={
+                        policy: size if index in passed else Amount()
+                        for policy, passed in costs.passed_gradients.items()
+                    },
+                )
+
+    def _size(self, node: fx.Node) -> Amount:
+        value = node.meta.get("val")
+        count = bytes_of_value(value)
+        if node in self._of_batch and has_rows(value, self._rows):
+            return Amount(bytes_per_row=count / self._rows)
+        return Amount(bytes=count)
+
+    def _dims_of(
+        self, dims: Iterable[HeldDim], held: Sequence[fx.Node]
+    ) -> tuple[ParameterDim, ...]:
+        """Return the dimensions of parameters that dimensions of values are."""
+        found = (self._dim_of(dim, held) for dim in dims)
+        return tuple(dict.fromkeys(dim for dim in found if dim is not None))
+
+    def _dim_of(
+        self, dim: HeldDim | None, held: Sequence[fx.Node]
+    ) -> ParameterDim | None:
+        """Return the dimension of a parameter that one of an atom's values is."""
+        if dim is None:
+            return None
+        node, number = held[dim[0]], dim[1]
+        if node.op == "get_attr":
+            return ParameterDim(parameter=self._first_of(node), dim=number)
+        known = self._dims.get(node.name, ())
+        return known[number] if number < len(known) else None
+
+    def _first_of(self, node: fx.Node) -> str:
+        """Return the first name in the model of what an attribute holds."""
+        name = original_name(str(node.target))
+        return self._first_name.get(name, name)
 
     def _forward(self, atom: Atom, moved: Amount, rows: int) -> Cost:
         flops = sum(self._flops.get(op.name, 0) for op in atom.ops)
@@ -159,19 +240,31 @@ class _Described:
         outputs: Sequence[fx.Node],
         costs: AtomCosts,
     ) -> None:
-        """Note of values what the trace of an atom says of them."""
+        """Note facts about values that the trace of an atom shows."""
         self._needs_grad |= zip(outputs, costs.outputs_need_grad, strict=True)
-        kept = [inputs[i] for i in costs.kept_inputs]
-        kept += [outputs[i] for i in costs.kept_outputs]
-        for node in kept:
-            self._kept_by.setdefault(node, []).append(atom)
-        passed = [inputs[i] for i in costs.passed_inputs]
-        passed += [outputs[i] for i in costs.passed_outputs]
-        for node in passed:
-            self._passed_by.setdefault(node, []).append(atom)
+        used = [node.name for node in inputs]
+        names = [f"{atom.ops[-1].name}.whole_{i}" for i in range(len(costs.wholes))]
+        self._wholes[atom] = dict(zip(names, costs.wholes, strict=True))
+        made = [*(node.name for node in outputs), *names]
+        held = [*inputs, *attributes_of(atom.runs)]
+        for name, dims, viewed in zip(
+            made, costs.output_dims, costs.viewed, strict=True
+        ):
+            self._dims[name] = tuple(self._dim_of(dim, held) for dim in dims)
+            if viewed is not None:
+                seen = used if viewed.is_input else made
+                self._view_of[name] = seen[viewed.place]
+        kept = [used[i] for i in costs.kept_inputs]
+        kept += [made[i] for i in costs.kept_outputs]
+        for name in kept:
+            self._kept_by.setdefault(name, []).append(atom)
+        passed = [used[i] for i in costs.passed_inputs]
+        passed += [made[i] for i in costs.passed_outputs]
+        for name in passed:
+            self._passed_by.setdefault(name, []).append(atom)
 
     def _used(self, atom: Atom) -> list[fx.Node]:
-        """Return the values that an atom takes from others and from outside."""
+        """Return the values that an atom uses of others and from outside."""
         own = set(atom.runs)
         read = (node for op in atom.runs for node in op.all_input_nodes)
         return [
@@ -181,7 +274,7 @@ class _Described:
         ]
 
     def _made(self, atom: Atom) -> list[fx.Node]:
-        """Return the values of an atom that others take, or that the model returns."""
+        """Return the values of an atom that others use, or that the model returns."""
         return [op for op in atom.ops if op in self._returned or self._users(op)]
 
     def _users(self, node: fx.Node) -> list[Atom]:
@@ -195,20 +288,32 @@ class _Described:
         ]
 
     def _value(self, node: fx.Node) -> WorkValue:
-        value = node.meta.get("val")
-        count = bytes_of_value(value)
-        home = self._home.get(node)
-        is_per_row = node in self._of_batch and has_rows(value, self._rows)
-        kept, passed = self._kept_by.get(node, []), self._passed_by.get(node, [])
-        return WorkValue(
-            name=node.name,
-            bytes_per_row=count / self._rows if is_per_row else 0.0,
-            bytes=0 if is_per_row else count,
+        found = self._described(node.name, self._size(node), self._home.get(node))
+        return replace(
+            found,
             has_gradient=self._needs_grad.get(node, False),
-            producer=None if home is None else home.ops[-1].name,
             users=self._names(self._users(node)),
-            kept_by=self._names(kept),
-            passed_by=self._names(passed),
+        )
+
+    def _whole_values(self, atom: Atom) -> Iterator[WorkValue]:
+        """Yield values inside an atom of which others use views alone."""
+        for name, size in self._wholes[atom].items():
+            yield self._described(name, size, atom)
+
+    def _described(self, name: str, size: Amount, home: Atom | None) -> WorkValue:
+        """Return a value without users, with what the traces of atoms show of it."""
+        known = (dim for dim in self._dims.get(name, ()) if dim is not None)
+        return WorkValue(
+            name=name,
+            bytes_per_row=size.bytes_per_row,
+            bytes=int(size.bytes),
+            has_gradient=False,
+            producer=None if home is None else home.ops[-1].name,
+            users=(),
+            kept_by=self._names(self._kept_by.get(name, [])),
+            passed_by=self._names(self._passed_by.get(name, [])),
+            dims=tuple(dict.fromkeys(known)),
+            view_of=self._view_of.get(name),
         )
 
     def _names(self, atoms: Collection[Atom]) -> tuple[str, ...]:
@@ -222,12 +327,17 @@ class _Described:
         for node in read:
             if node.op == "get_attr":
                 value = _attribute(self._traced, str(node.target))
-                name = original_name(str(node.target))
                 if isinstance(value, nn.Parameter):
-                    found[self._first_name.get(name, name)] = value
+                    found[self._first_of(node)] = value
         return found
 
-    def _parameters(self, atom: Atom) -> Iterator[WorkParameter]:
+    def _parameters(
+        self, atom: Atom, num_inputs: int, costs: AtomCosts
+    ) -> Iterator[WorkParameter]:
+        places = {
+            self._first_of(node): place
+            for place, node in enumerate(attributes_of(atom.runs), num_inputs)
+        }
         for name, value in self._held(atom).items():
             yield WorkParameter(
                 name=name,
@@ -235,6 +345,8 @@ class _Described:
                 dtype=str(value.dtype).removeprefix("torch."),
                 bytes=value.numel() * value.element_size(),
                 tied=name if self._uses[name] > 1 else None,
+                read_by=costs.read_by.get(places[name], ()),
+                looked_up=costs.looked_up.get(places[name]),
             )
 
     def _digest(

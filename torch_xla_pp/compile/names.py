@@ -1,9 +1,9 @@
 """The names of the values that the programs of a stage take and return.
 
-A value finds its way from whoever makes it to the programs that read it by its name
-alone. A *role* is the name of a placeholder of the joint graph; whatever that graph
-computes has the name of its node; all other names are in this table, too. The law:
-names are made and taken apart in this file only.
+A value gets from its maker to the programs that read it by its name alone. A *role* is
+the name of a placeholder of the joint graph; whatever that graph computes has the name
+of its node; all other names are in this table, too. The law: names are made and taken
+apart in this file only.
 
 ======================== ============================ ================================
 Name                     Made by                      Read by
@@ -36,6 +36,10 @@ Name                     Made by                      Read by
 `route:out:STAGE`        the transport, per message   programs that send
 `mark`                   the recorder, per action     programs that note their times
 `seed`                   a call of a program          random operations
+`storage:NAME`           the stage: a value `NAME`    the program that makes `NAME`,
+                         that nobody reads any more   in the memory of the old one
+`small:MAKER:DTYPE`      a program: small values,     backwards, in the parts that
+                         see `compile.bundles`        they are made of
 `captured:SLOT`          the trace of a program:      that program
                          scalars that are built in
 `token`                  programs with operations     nobody: it keeps these alive
@@ -47,6 +51,8 @@ Name                     Made by                      Read by
 """
 
 from typing import Literal, TypeAlias
+
+import torch
 
 MARK = "mark"
 """Name of the operand that says which action a program is part of."""
@@ -118,6 +124,11 @@ def index_of_input(role: str) -> int:
     return int(role.removeprefix(_INPUT))
 
 
+def index_of_tangent(role: str) -> int:
+    """Return of which output a role is the gradient."""
+    return int(role.removeprefix(_TANGENT))
+
+
 def tangent_part(index: int, stage: int) -> str:
     """Return the name of what one of several stages adds to an output's gradient."""
     return f"{tangent(index)}@{stage}"
@@ -166,6 +177,16 @@ def shared_total(name: str) -> str:
 def bucket_name(kind: BucketKind, bucket: int, replica: int) -> str:
     """Return the name of a piece of a bucket of gradients, see `gradients.replicas`."""
     return f"{kind}:{bucket}@{replica}"
+
+
+def storage_of(name: str) -> str:
+    """Return the name under which a value is passed whose memory a result takes."""
+    return f"storage:{name}"
+
+
+def bundle_name(maker: str, dtype: torch.dtype) -> str:
+    """Return the name of small values that pass as one; that of sums is a role."""
+    return f"small:{maker}:{dtype}"
 
 
 def captured_scalar(slot: int) -> str:

@@ -4,7 +4,8 @@ Terms: a *function* is a piece of the joint graph with named inputs and outputs;
 *frontier* of a piece is what it reads from the pieces before it. The pieces:
 
 * forward: the outputs, new buffers, and the frontier of the backward (*saved*)
-* inference: the outputs and new buffers alone
+* inference: the same graph, of which a program returns no more than the outputs and
+  new buffers
 * backward: gradients of inputs and of parameters
 * backward input and backward weight: the same work, cut in two, so that a
   zero-bubble schedule may delay the second (Qi et al., Zero Bubble Pipeline
@@ -30,7 +31,7 @@ says which. The laws:
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -40,6 +41,7 @@ from torch._ops import OpOverload
 from torch_xla_pp.compile.joint_graph import JointGraph, is_random
 from torch_xla_pp.compile.names import accumulated, accumulator
 from torch_xla_pp.compile.ops import VIEWS
+from torch_xla_pp.phases import phase
 
 Remat: TypeAlias = Literal["none", "full"] | Collection[OpOverload]
 """Which forward values are computed again in the backward.
@@ -55,7 +57,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Function:
-    """What becomes one program: most often, a piece of the joint graph.
+    """A function that becomes one program: most often, a piece of the joint graph.
 
     Args:
         name: What it is, for messages.
@@ -77,7 +79,7 @@ class StageFunctions:
 
     Args:
         forward: Computes the outputs and what the backward reads.
-        inference: Computes the outputs alone.
+        inference: The same, of which a program returns the outputs alone.
         backward: Full backward, None if the stage has no gradients to compute.
         backward_input: The part of it that the previous stage waits for, None if
             no input needs a gradient.
@@ -107,6 +109,7 @@ def nothing(name: str) -> Function:
     return Function(name=name, module=module, inputs=(), outputs=())
 
 
+@phase("partition")
 def partition_joint(joint: JointGraph, remat: Remat = "none") -> StageFunctions:
     """Cut a joint graph into the functions of its stage.
 
@@ -150,7 +153,7 @@ class _Policy:
     def is_computed_again(self, node: fx.Node, reader: int | None) -> bool:
         """Return whether a reader in region `reader` computes `node` again.
 
-        What later operations read of a region is saved, as in eager.
+        Values of a region that later operations read are saved, as in eager.
         """
         if _is_cheap(node):
             return True
@@ -193,7 +196,7 @@ def _random(joint: JointGraph) -> set[fx.Node]:
 
 
 def _made_of_updated(joint: JointGraph) -> set[fx.Node]:
-    """Return what reads buffers that the forward updates, views left out."""
+    """Return the nodes that read buffers which the forward updates, views left out."""
     found: set[fx.Node] = set()
     buffers = {n for n, role in joint.roles.items() if role in joint.buffer_updates}
     for node in joint.graph.graph.nodes:
@@ -226,16 +229,19 @@ class _Cut:
         passed = self._passed(saved)
         joint = self._joint
         inputs, weights = self._input_results, joint.parameter_grads
+        forward = self._forward_piece("forward", self._forward_results + saved)
+        backward = self._backward_piece("backward", inputs, weights, saved)
+        first = self._backward_piece("backward_input", inputs + passed, {}, saved)
+        rest = backward
+        if first is not None:
+            rest = self._backward_piece("backward_weight", [], weights, saved + passed)
         return StageFunctions(
-            forward=self._forward_piece("forward", self._forward_results + saved),
-            inference=self._forward_piece("inference", self._forward_results),
-            backward=self._backward_piece("backward", inputs, weights, saved),
-            backward_input=self._backward_piece(
-                "backward_input", inputs + passed, {}, saved
-            ),
-            backward_weight=self._backward_piece(
-                "backward_weight", [], weights, saved + passed
-            ),
+            forward=forward,
+            # What is saved is computed on the way, and then dropped by XLA.
+            inference=replace(forward, name="inference"),
+            backward=backward,
+            backward_input=first,
+            backward_weight=rest and replace(rest, name="backward_weight"),
             outputs=tuple(self._names[n] for n in joint.outputs),
             buffer_updates={r: self._names[n] for r, n in joint.buffer_updates.items()},
             input_grads={
@@ -257,7 +263,7 @@ class _Cut:
         ]
         reads += [(grad, region(grad)) for grad in grads]
         found = _frontier(reads, forward, self._policy.is_computed_again)
-        # One reader may have a value saved that another would compute again.
+        # A value may be saved for one reader that another would compute again.
         return self._ordered(found & _reads(grads, found))
 
     def _passed(self, saved: list[fx.Node]) -> list[fx.Node]:
@@ -334,9 +340,9 @@ def _frontier(
     before: set[fx.Node],
     is_computed_again: Callable[[fx.Node, int | None], bool],
 ) -> set[fx.Node]:
-    """Return what must be passed on from `before` for `reads`, nodes with regions.
+    """Return what must be passed from `before` on for `reads`, nodes with regions.
 
-    A reader that computes a value again reads what the value is made of.
+    A reader that computes a value again reads the operands of that value.
     """
     found: set[fx.Node] = set()
     seen: set[tuple[fx.Node, int | None]] = set()
@@ -367,10 +373,12 @@ class _Piece:
         for node in joint.graph.graph.nodes:
             if node in computed:
                 self._copies[node] = self._graph.node_copy(node, self._copy)
+                # One for all pieces; thousands of copies would take some MiB.
+                self._copies[node].meta = node.meta
 
     def accumulate(self, role: str, grad: fx.Node) -> fx.Node:
         """Add `grad` to the sum of gradients that is passed in for `role`."""
-        args = self._placeholder(accumulator(role)), self._copy(grad)
+        args = self._placeholder(accumulator(role), grad), self._copy(grad)
         return self._graph.call_function(_aten.add.Tensor, args)
 
     def function(
@@ -394,12 +402,19 @@ class _Piece:
         """Return the copy of a node that is computed or given."""
         if node in self._copies:
             return self._copies[node]
-        return self._placeholder(self._roles.get(node, node.name))
+        return self._placeholder(self._roles.get(node, node.name), node)
 
-    def _placeholder(self, name: str) -> fx.Node:
-        """Return the input `name`, added behind the inputs so far."""
+    def _placeholder(self, name: str, like: fx.Node) -> fx.Node:
+        """Return the input `name`, added behind the inputs so far.
+
+        Args:
+            name: Its name.
+            like: A node with such a value.
+        """
         if name not in self._inputs:
             last = next(reversed(self._inputs.values()), None)
             with self._graph.inserting_after(last):
-                self._inputs[name] = self._graph.placeholder(f"arg_{len(self._inputs)}")
+                added = self._graph.placeholder(f"arg_{len(self._inputs)}")
+            added.meta["val"] = like.meta.get("val")
+            self._inputs[name] = added
         return self._inputs[name]

@@ -1,18 +1,19 @@
 """Rules for `shard` and for products of matrices, see `lowering`.
 
 `Constraints` is for ranks that split values over their devices, as axis rules say.
-Besides `shard`, products of matrices are computed in another way than by torch_xla.
+Besides `shard`, it computes products of matrices in another way than torch_xla does.
 PyTorch merges dimensions before a product: batch and heads in attention, batch and
 sequence in a linear layer. If the second of them is split over devices, the merged
 dimension is split in a way that XLA has no sharding for, and every device gathers all
 of it. Here such dimensions are kept apart.
 
 `LibraryProducts` is for ranks of one device: products are calls of a library, for which
-a transposed matrix is passed as it was stored before.
+a transposed matrix is passed as it was stored before. With `Constraints` they are such
+calls on each device's parts where it is known what these are, see `sharded_products`.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,10 +21,16 @@ import torch
 from torch import Tensor, fx
 
 from torch_xla_pp import xla_compat
+from torch_xla_pp.compile.axis_places import AxisPlaces
 from torch_xla_pp.compile.group_sums.row_groups import RowGroups
 from torch_xla_pp.compile.ops import is_transpose, views
+from torch_xla_pp.compile.sharded_products import (
+    Factor,
+    ShardedProducts,
+    partition_at,
+)
 from torch_xla_pp.graph import SHARD, axes_of
-from torch_xla_pp.mesh import LogicalAxes
+from torch_xla_pp.mesh import LogicalAxes, Partition
 
 _aten = torch.ops.aten
 _MERGES = views("view")
@@ -34,8 +41,8 @@ class LibraryProducts:
     """The rule by which a library multiplies matrices.
 
     Args:
-        multiply: Takes two matrices as they are stored and whether each is transposed;
-            returns None for what it cannot multiply.
+        multiply: Takes two matrices, or batches of them, as they are stored and whether
+            each is transposed; returns None for what it cannot multiply.
     """
 
     multiply: Callable[[Tensor, Tensor, bool, bool], Tensor | None]
@@ -43,8 +50,8 @@ class LibraryProducts:
     def __call__(
         self, node: fx.Node, values: Mapping[fx.Node, Any], _: object, /
     ) -> Tensor | None:
-        """Run `mm` and `addmm`."""
-        if node.target is _aten.mm.default:
+        """Run `mm`, `bmm` and `addmm`."""
+        if node.target in (_aten.mm.default, _aten.bmm.default):
             return self._product(values, *node.args)
         if node.target is _aten.addmm.default and not node.kwargs:
             bias: Any = node.args[0]
@@ -55,17 +62,23 @@ class LibraryProducts:
     def _product(
         self, values: Mapping[fx.Node, Any], left: Any, right: Any
     ) -> Tensor | None:
-        left, is_left_turned = _stored(left)
-        right, is_right_turned = _stored(right)
+        count = values[left].dim()
+        left, is_left_turned = _stored(left, count)
+        right, is_right_turned = _stored(right, count)
         return self.multiply(
             values[left], values[right], is_left_turned, is_right_turned
         )
 
 
-def _stored(node: fx.Node) -> tuple[fx.Node, bool]:
-    """Return a matrix as it was before it was transposed, and whether it was."""
+def _stored(node: fx.Node, count: int) -> tuple[fx.Node, bool]:
+    """Return matrices as they were before they were transposed, and whether they were.
+
+    Args:
+        node: The matrices.
+        count: How many dimensions they have: 3 if they are a batch.
+    """
     is_turned = False
-    while is_transpose(node, 2):
+    while is_transpose(node, count):
         node = node.all_input_nodes[0]
         is_turned = not is_turned
     return node, is_turned
@@ -76,10 +89,13 @@ class Constraints:
     """The rule by which values are sharded as axis rules say.
 
     Args:
-        layout: Takes the logical axes that `shard` was called with.
+        layout: Takes the axes that `shard` was called with; returns their sharding,
+            None to leave it to XLA.
+        products: How products run on each device's parts, None for XLA's products.
     """
 
-    layout: Callable[[LogicalAxes], xla_compat.OpSharding]
+    layout: Callable[[LogicalAxes], xla_compat.OpSharding | None]
+    products: ShardedProducts | None = None
 
     def __call__(
         self, node: fx.Node, values: Mapping[fx.Node, Any], notes: dict[fx.Node, Any], /
@@ -88,8 +104,43 @@ class Constraints:
         if node.target is SHARD:
             value: Any = node.args[0]
             axes = axes_of(node.args[1])  # type: ignore[arg-type]
-            return xla_compat.constrain(values[value], self.layout(axes))
-        return _Products(values, notes).run(node)
+            sharding = self.layout(axes)
+            if sharding is None:
+                return None
+            return xla_compat.constrain(values[value], sharding)
+        split = None if self.products is None else self._split(node, values, notes)
+        return _Products(values, notes, split).run(node)
+
+    def _split(
+        self, node: fx.Node, values: Mapping[fx.Node, Any], notes: dict[fx.Node, Any]
+    ) -> "_Split | None":
+        """Return what products of a run are split by; noted with the graph's end."""
+        assert self.products is not None
+        end = next(iter(reversed(node.graph.nodes)))
+        if end not in notes:
+            places = self.products.places(node.graph, values)
+            notes[end] = _Split(self.products, places)
+        found: _Split = notes[end]
+        return found
+
+
+class _Split(NamedTuple):
+    """The products of a run on each device's parts.
+
+    Attributes:
+        products: How they run.
+        places: What the mesh's axes split in the values of the run.
+    """
+
+    products: ShardedProducts
+    places: AxisPlaces
+
+    def partition(
+        self, node: fx.Node, sizes: Sequence[int], num_dims: int
+    ) -> Partition | None:
+        """Return the partition of a value, see `partition_at`; None if not known."""
+        places = self.places.get(node)
+        return None if places is None else partition_at(places, sizes, num_dims)
 
 
 class _Apart(NamedTuple):
@@ -100,11 +151,18 @@ class _Apart(NamedTuple):
             where a matrix was made of it).
         sizes: Sizes of the dimensions that the graph merges.
         is_turned: Whether the graph then swaps its last two dimensions.
+        partition: Which axes of the mesh split the value, None if that is not known.
     """
 
     value: Tensor
     sizes: tuple[int, ...]
     is_turned: bool = False
+    partition: Partition | None = None
+
+    @property
+    def factor(self) -> Factor:
+        """Return the value as a factor of a product."""
+        return Factor(self.value, self.partition)
 
     @property
     def merged(self) -> list[int]:
@@ -113,15 +171,17 @@ class _Apart(NamedTuple):
 
 
 class _Products(NamedTuple):
-    """The products of a run, with the dimensions that they keep apart.
+    """The products of a run, whose dimensions are kept apart.
 
     Attributes:
         values: What has run so far.
-        known: The products among it that are kept apart.
+        known: The products among these whose dimensions are kept apart.
+        split: The products on each device's parts, None for XLA's.
     """
 
     values: Mapping[fx.Node, Any]
     known: dict[fx.Node, Any]
+    split: _Split | None = None
 
     def run(self, node: fx.Node) -> Tensor | None:
         """Run a product, or a view of one that keeps dimensions apart."""
@@ -140,7 +200,8 @@ class _Products(NamedTuple):
         if getattr(target, "__func__", None) is RowGroups.product:
             return self._grouped_product(target.__self__, *operands)
         if node.target is _aten.bmm.default:
-            return _batched(*map(self._apart, operands))
+            found = self._batched(*map(self._apart, operands))
+            return self._plain_product(*operands) if found is None else found
         if node.target is _aten.mm.default:
             return self._matrix_product(*operands)
         if node.target is _aten.addmm.default and not node.kwargs:
@@ -148,7 +209,45 @@ class _Products(NamedTuple):
             product = self._matrix_product(left, right)
             if isinstance(product, _Apart):
                 return product._replace(value=product.value + self.values[bias])
+            return None if product is None else product + self.values[bias]
         return None
+
+    def _multiply(
+        self,
+        left: Factor,
+        right: Factor,
+        sums: tuple[Sequence[int], Sequence[int]],
+        batch: Sequence[int] = (),
+    ) -> Tensor:
+        """Multiply each device's parts where these are known, else as XLA does."""
+        if self.split is not None:
+            found = self.split.products.product(left, right, sums, batch)
+            if found is not None:
+                return found
+        return xla_compat.product(left.value, right.value, sums, batch)
+
+    def _plain_product(self, left: fx.Node, right: fx.Node) -> Tensor | None:
+        """Multiply matrices as they are stored, None for torch_xla's product."""
+        if self.split is None:
+            return None
+        count = self.values[left].dim()
+        first, is_left_turned = self._stored(left)
+        second, is_right_turned = self._stored(right)
+        sums = (
+            [count - 2 if is_left_turned else count - 1],
+            [count - 1 if is_right_turned else count - 2],
+        )
+        return self.split.products.product(first, second, sums, range(count - 2))
+
+    def _stored(self, node: fx.Node) -> tuple[Factor, bool]:
+        """Return a matrix as it was before it was transposed, and whether it was."""
+        count = self.values[node].dim()
+        stored, is_turned = _stored(node, count)
+        value = self.values[stored]
+        first = tuple(value.shape[:1])
+        split = self.split
+        partition = None if split is None else split.partition(stored, first, count)
+        return Factor(value, partition), is_turned
 
     def _grouped_product(
         self, rows: RowGroups, left: Any, right: Any, outer: int
@@ -162,22 +261,25 @@ class _Products(NamedTuple):
         is_cut = bool(dims) and sizes[dims[-1]] % rows.size == 0
         if second.is_turned or second.sizes != sizes or not is_cut:
             return None
-        groups = [rows.split(apart.value, dims[-1], 1) for apart in (first, second)]
+        groups = [_groups(rows, apart, dims[-1]) for apart in (first, second)]
         sums = [dim + 1 for dim in first.merged]
-        return xla_compat.product(groups[0], groups[1], (sums, sums), [0])
+        return self._multiply(groups[0], groups[1], (sums, sums), [0])
 
     def _matrix_product(self, left: Any, right: Any) -> Tensor | _Apart | None:
         first, second = self._apart(left), self._apart(right)
         if first is None:
-            return None
+            return self._plain_product(left, right)
         if not first.is_turned:
             last = [len(first.sizes)]
-            value = xla_compat.product(first.value, self.values[right], (last, [0]))
-            return _Apart(value, first.sizes)
+            factor, is_turned = self._stored(right)
+            if self.split is None or factor.partition is None:
+                factor, is_turned = Factor(self.values[right], None), False
+            sums = (last, [1 if is_turned else 0])
+            return _Apart(self._multiply(first.factor, factor, sums), first.sizes)
         if second is None or second.is_turned or second.sizes != first.sizes:
-            return None
-        sums = first.merged, second.merged
-        return xla_compat.product(first.value, second.value, sums)
+            return self._plain_product(left, right)
+        merged = first.merged, second.merged
+        return self._multiply(first.factor, second.factor, merged)
 
     def _apart(self, node: fx.Node) -> _Apart | None:
         """Return a factor as it was before the graph merged its first dimensions."""
@@ -193,26 +295,35 @@ class _Products(NamedTuple):
             sizes = tuple(source.shape[:count])
             if math.prod(sizes) == merged.shape[0]:
                 value = source.reshape(*sizes, *merged.shape[1:])
-                return _Apart(value, sizes, is_turned)
+                split = self.split
+                partition = split and split.partition(merge, sizes, value.dim())
+                return _Apart(value, sizes, is_turned, partition)
         return None
+
+    def _batched(self, left: _Apart | None, right: _Apart | None) -> _Apart | None:
+        """Multiply matrices at each place of the dimensions that are kept apart."""
+        if left is None or right is None or left.sizes != right.sizes:
+            return None
+        first = len(left.sizes)
+        sums = (
+            [first if left.is_turned else first + 1],
+            [first + 1 if right.is_turned else first],
+        )
+        value = self._multiply(left.factor, right.factor, sums, left.merged)
+        return _Apart(value, left.sizes)
 
 
 def _parted(product: _Apart, node: fx.Node) -> Tensor | None:
-    """Return the view of a product, None if it does not keep what is apart."""
+    """Return the view of a product, None if it merges dimensions that are apart."""
     shape = [int(size) for size in node.args[1]]  # type: ignore[arg-type, union-attr]
     if tuple(shape[: len(product.sizes)]) != product.sizes:
         return None
     return product.value.reshape(shape)
 
 
-def _batched(left: _Apart | None, right: _Apart | None) -> _Apart | None:
-    """Multiply matrices at each place of the dimensions that are kept apart."""
-    if left is None or right is None or left.sizes != right.sizes:
-        return None
-    first = len(left.sizes)
-    sums = (
-        [first if left.is_turned else first + 1],
-        [first + 1 if right.is_turned else first],
-    )
-    value = xla_compat.product(left.value, right.value, sums, left.merged)
-    return _Apart(value, left.sizes)
+def _groups(rows: RowGroups, apart: _Apart, dim: int) -> Factor:
+    """Return a factor with the groups of its rows in a new first dimension."""
+    value, split = rows.split(apart.value, dim, 1), apart.partition
+    if split is None or rows.size == 1:
+        return Factor(value, split and (None, *split))
+    return Factor(value, (split[dim], *split[:dim], None, *split[dim + 1 :]))

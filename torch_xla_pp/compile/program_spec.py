@@ -1,14 +1,15 @@
-"""What a program takes, does and returns, known before anything is traced.
+"""The inputs, the work and the results of a program, known before it is traced.
 
 All of it follows from names, so it is plain data: a `Program` only adds the tracing.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import border
 from torch_xla_pp.compile.border import Border
+from torch_xla_pp.compile.bundles import Bundle
 from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.names import MARK, TOKEN, route_in, route_out
 from torch_xla_pp.compile.partition import Function
@@ -27,13 +28,18 @@ class ProgramSpec:
             after a call.
         received: Inputs that the program receives from other ranks.
         sent: Values that the program sends to other ranks.
-        parts: Name of an input → names of inputs that it is the sum of.
-        wanted: Names to return, of outputs, received values and sums; None for the
+        parts: Name of an input → names of the inputs whose sum it is.
+        wanted: Names of outputs, received values and sums to return; None for the
             function's outputs.
         rules: How the function's operations are run, see `compile.lowering`.
-        used: Name of an input → its sharding where it is used, if not as it is kept.
-        is_marked: Whether it notes when it begins and ends, of the action that a
-            `MARK` among its inputs names.
+        used: Name of an input → its sharding in use, if that differs from how it is
+            kept.
+        recycled: Names of outputs that take the memory of earlier ones, which a call
+            may pass by `storage_of`.
+        bundles: Values that it takes or returns as one; the other arguments name the
+            single ones, but for `donated` and `recycled`.
+        is_marked: Whether it notes its begin and end, under the action that a `MARK`
+            among its inputs names.
     """
 
     function: Function
@@ -46,6 +52,8 @@ class ProgramSpec:
     wanted: Collection[str] | None = None
     rules: Sequence[LoweringRule] = ()
     used: Mapping[str, xla_compat.OpSharding] = field(default_factory=dict)
+    recycled: Sequence[str] = ()
+    bundles: Sequence[Bundle] = ()
     is_marked: bool = False
 
     @property
@@ -67,7 +75,7 @@ class ProgramSpec:
         needed += [route_in(message.stage) for message in self.received]
         needed += [route_out(message.stage) for message in self.sent]
         needed += [MARK] if self.is_marked else []
-        return tuple(dict.fromkeys(needed))
+        return self._bundled(needed)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -77,7 +85,15 @@ class ProgramSpec:
             made = (*outputs, *border.border_names(self.received), *self.added)
             outputs = tuple(n for n in dict.fromkeys(made) if n in self.wanted)
         has_token = bool(self.received or self.sent or self.is_marked)
+        outputs = self._bundled(outputs)
         return (*outputs, TOKEN) if has_token else outputs
+
+    def _bundled(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return names, each once; bundles are in the place of their values."""
+        bundle_of = {
+            name: bundle.name for bundle in self.bundles for name in bundle.shapes
+        }
+        return tuple(dict.fromkeys(bundle_of.get(name, name) for name in names))
 
     @property
     def is_empty(self) -> bool:

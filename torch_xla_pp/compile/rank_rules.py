@@ -1,23 +1,73 @@
 """The rules by which a rank's programs run operations, chosen by its devices."""
 
-from torch_xla_pp import cpu
+from collections.abc import Iterable
+
+from torch_xla_pp import cpu, env
+from torch_xla_pp.compile.attention_kernel import AttentionKernel, calls_kernel
 from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.product_rules import Constraints, LibraryProducts
+from torch_xla_pp.compile.sharded_products import ShardedProducts
+from torch_xla_pp.mesh import LogicalAxes, Partition, is_on_mesh
 from torch_xla_pp.world import World
 
 
 def is_constrained(world: World) -> bool:
     """Return whether axis rules matter while programs run.
 
-    They do not on one device that multiplies with PyTorch's library: it has all of
-    every value.
+    They do not on one device that multiplies by a library: it holds every value whole.
     """
-    return world.rules is not None and cpu.library_product() is None
+    return world.rules is not None and _library_product() is None
 
 
-def rules_of(world: World) -> tuple[LoweringRule, ...]:
-    """Return the rules by which a rank's programs run operations."""
-    multiply = cpu.library_product()
+def rules_of(
+    world: World, named: Iterable[LogicalAxes] = ()
+) -> tuple[LoweringRule, ...]:
+    """Return the rules by which a rank's programs run operations.
+
+    Args:
+        world: Its devices.
+        named: The axes that `shard` was called with; without axis rules, those that are
+            axes of the mesh count.
+    """
+    multiply = _library_product()
     if multiply is not None:
         return (LibraryProducts(multiply=multiply),)
-    return (Constraints(layout=world.constraint),) if is_constrained(world) else ()
+    needs_rule = is_constrained(world) or any(map(is_on_mesh, named))
+    products = _sharded_products(world)
+    constraints = Constraints(layout=world.constraint, products=products)
+    return (*_kernels(world), *((constraints,) if needs_rule else ()))
+
+
+def _sharded_products(world: World) -> ShardedProducts | None:
+    """Return how a library multiplies each device's parts, None for XLA's products."""
+    if env.device_kind() != "CPU":
+        return None
+    multiply = cpu.library_product_of_parts()
+    return multiply and ShardedProducts(
+        multiply=multiply,
+        local=world.local,
+        layout=world.layout.constraint,
+        sharding=world.sharding,
+        partitions_of=world.partitions_of,
+    )
+
+
+def _kernels(world: World) -> tuple[LoweringRule, ...]:
+    """Return the rules by which operations call kernels of the devices."""
+    if not calls_kernel():
+        return ()
+
+    def partition(axes: LogicalAxes) -> Partition:
+        found = world.layout.constraint(axes)
+        # Without rules only the batch is split, as the rank's inputs are.
+        return found or (world.layout.batch_axis, *(None for _ in axes[1:]))
+
+    return (AttentionKernel(partition=partition, sharding=world.sharding),)
+
+
+def _library_product() -> cpu.Product | None:
+    """Return the product of a library, None for programs for other devices.
+
+    Such programs may be written here for another compiler, whatever this rank runs.
+    """
+    return cpu.library_product() if env.device_kind() == "CPU" else None

@@ -4,19 +4,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile.export import export_joint
 from torch_xla_pp.compile.group_sums.grouping import grouping_of
 from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.partition import Remat
 from torch_xla_pp.compile.rank_rules import rules_of
 from torch_xla_pp.compile.stage_programs import StagePrograms
 from torch_xla_pp.compile.stage_specs import Borders
+from torch_xla_pp.compile.stage_tracer import StageCall, StageTracer, example_like
 from torch_xla_pp.errors import PipelineError, StageShapeError
-from torch_xla_pp.graph import Captured, Template, sharding_outputs
+from torch_xla_pp.graph import Captured, Template
 from torch_xla_pp.hlo import OpShardingArgs
 from torch_xla_pp.mesh import TensorSpec
 from torch_xla_pp.plan import Mode, Offer, StagePlan, Tilings
@@ -24,25 +23,25 @@ from torch_xla_pp.world import World
 
 
 class FixedValues(Protocol):
-    """How a stage's parameters and buffers are sharded, by role."""
+    """The shardings of a stage's parameters and buffers, by role."""
 
     def shardings(self) -> dict[str, xla_compat.OpSharding]:
         """Return the sharding of each."""
 
     def used_shardings(self) -> dict[str, xla_compat.OpSharding]:
-        """Return the sharding of those that programs use in another one."""
+        """Return the sharding in use of those that programs use in another sharding."""
 
     def layouts(self) -> dict[str, tuple[OpShardingArgs, int]]:
-        """Return how each is passed to programs, with the number of its dimensions."""
+        """Return the sharding of each as programs get it, and its dimensions."""
 
 
 class HasBorders(Protocol):
-    """What a stage exchanges with others."""
+    """The exchange of a stage with others."""
 
     borders: Borders
 
     def agree(self, tilings: Tilings) -> None:
-        """Learn how values are tiled over the ranks of other stages."""
+        """Receive the tilings of values on the ranks of other stages."""
 
 
 LinksT = TypeVar("LinksT", bound=HasBorders)
@@ -54,12 +53,11 @@ class CompiledStage(NamedTuple, Generic[LinksT]):
     Attributes:
         programs: The programs.
         outputs: What the stage's outputs look like.
-        links: What is exchanged with other stages.
+        links: Its channels to other stages.
         num_random: How many random operations the stage has.
-        sizes: Name → bytes on a device, of values that the programs take and make, as
-            far as somebody has asked.
-        without_gradients: Outputs that need gradients which other stages do not give,
-            as they were told otherwise.
+        sizes: Name → bytes on a device of values of the programs, if asked for.
+        without_gradients: Outputs that need gradients which other stages do not send,
+            as the stage's offer says that they need none.
     """
 
     programs: StagePrograms
@@ -71,7 +69,7 @@ class CompiledStage(NamedTuple, Generic[LinksT]):
 
 
 class OfferedOutputs(NamedTuple):
-    """What other stages were told of a stage's outputs."""
+    """The offer of a stage's outputs to other stages."""
 
     outputs: tuple[TensorSpec, ...]
     template: Template
@@ -83,44 +81,51 @@ class StageSource(Generic[LinksT]):
     """What a stage is compiled from.
 
     Args:
-        module: The stage's module.
-        captured: What its forward reads from Python.
+        tracer: Traces the stage's module.
+        captured: The Python values that its forward reads.
         world: The devices of its rank.
         fixed: Its parameters and buffers.
-        link: Makes what is exchanged with other stages, for a plan and its outputs.
+        link: Makes the channels to other stages, for a plan and its outputs.
         remat: Which forward values the backward computes again.
         is_last: Whether no stage comes after this one.
+        is_recycling: See `StagePrograms`.
         expected_outputs: Texts of what the outputs must look like, None if anything
             goes.
     """
 
-    module: nn.Module
+    tracer: StageTracer
     captured: Captured
     world: World
     fixed: FixedValues
     link: Callable[[StagePlan, tuple[TensorSpec, ...], Template], LinksT]
     remat: Remat
     is_last: bool
+    is_recycling: bool = False
     expected_outputs: tuple[str, ...] | None = None
 
 
 class StageCompiler(Generic[LinksT]):
     """A stage's programs for one plan, by mode.
 
-    The stage's own mode may change without the other stages. All modes make what the
-    first one did, which other stages were told of; an output that needs no gradient
-    any more is still given one.
+    The stage's own mode may change without the other stages. All modes make the outputs
+    of the first one, which were offered to other stages; an output that needs no
+    gradient any more still receives one.
 
     Args:
         source: What the stage is compiled from.
-        plan: What it takes.
+        plan: Its plan.
+        shapes: Number of the shapes that the model is called with, 0 if it was not
+            traced.
 
     Attributes:
         plan: As given.
+        shapes: As given.
     """
 
-    def __init__(self, source: StageSource[LinksT], plan: StagePlan) -> None:
-        self.plan = plan
+    def __init__(
+        self, source: StageSource[LinksT], plan: StagePlan, shapes: int
+    ) -> None:
+        self.plan, self.shapes = plan, shapes
         self._source = source
         self._tilings: Tilings | None = None
         self._compiled: dict[
@@ -129,7 +134,7 @@ class StageCompiler(Generic[LinksT]):
         self._left_by_trace: int | None = None
 
     def agree(self, tilings: Tilings) -> None:
-        """Learn how values are tiled over all ranks, before anything is run."""
+        """Receive the tilings of values on all ranks, before anything is run."""
         self._tilings = tilings
         for compiled in self.compiled:
             compiled.links.agree(tilings)
@@ -146,7 +151,7 @@ class StageCompiler(Generic[LinksT]):
 
         Args:
             mode: The mode.
-            offered: What other stages were told, None if nothing yet.
+            offered: What was offered to other stages, None if nothing yet.
 
         Raises:
             StageShapeError: The module cannot run on the inputs, or its outputs are
@@ -155,7 +160,7 @@ class StageCompiler(Generic[LinksT]):
             ValueError: A call of `shard` does not fit its value or the rules.
         """
         if (mode, offered) not in self._compiled:
-            joint = self._export()
+            joint = self._export(mode)
             self._check_written(mode)
             made = self._made(joint, offered)
             self._compiled[mode, offered] = made
@@ -165,7 +170,7 @@ class StageCompiler(Generic[LinksT]):
     def _made(
         self, joint: JointGraph, offered: OfferedOutputs | None
     ) -> CompiledStage[LinksT]:
-        """Return what a trace of the module makes."""
+        """Trace and compile the module in its present mode."""
         source, plan = self._source, self.plan
         world = source.world
         self._check_constraints(joint)
@@ -186,9 +191,10 @@ class StageCompiler(Generic[LinksT]):
             source.fixed.shardings(),
             links.borders,
             remat=source.remat,
-            rules=rules_of(world),
+            rules=rules_of(world, [axes for axes, _ in joint.constraints]),
             used=source.fixed.used_shardings(),
             grouping=grouping_of(world, plan.inputs, made, source.fixed.layouts()),
+            is_recycling=source.is_recycling,
         )
         without_gradients = tuple(
             index
@@ -210,22 +216,21 @@ class StageCompiler(Generic[LinksT]):
             )
         )
 
-    def _export(self) -> JointGraph:
-        plan, rules = self.plan, self._source.world.rules
+    def _export(self, mode: Mode) -> JointGraph:
+        plan = self.plan
         received = [example_of(spec) for spec in plan.received]
         given = [example_of(spec) for spec in plan.given]
         args, kwargs = plan.arguments.fill(received)
         more_args, more_kwargs = plan.given_arguments.fill(given)
-        activations = {} if rules is None else rules.activations
-        module = self._source.module
+        call = StageCall(
+            mode=mode,
+            shapes=self.shapes,
+            args=[*args, *more_args],
+            kwargs={**kwargs, **more_kwargs},
+            tensors=[*received, *given],
+        )
         try:
-            with sharding_outputs(module, activations):
-                return export_joint(
-                    module,
-                    [*args, *more_args],
-                    {**kwargs, **more_kwargs},
-                    [*received, *given],
-                )
+            return self._source.tracer.trace(call)
         except PipelineError:
             raise
         except Exception as error:
@@ -239,7 +244,7 @@ class StageCompiler(Generic[LinksT]):
             ) from error
 
     def _check_written(self, mode: Mode) -> None:
-        """Refuse a forward that changes what it reads whenever it runs.
+        """Refuse a forward that changes the values that it reads in every run.
 
         Once is accepted, for values that a module computes when it is first called.
         """
@@ -282,10 +287,10 @@ class StageKind(Generic[LinksT]):
     """A stage in one kind of step.
 
     Args:
-        plan: What the stage takes.
+        plan: Its plan.
         compiler: Its programs; kinds that differ in nothing else share one.
-        offered: What other stages were told of its outputs, None if nothing yet.
-        is_described: Whether what it costs was written down.
+        offered: What was offered to other stages, None if nothing yet.
+        is_described: Whether its costs were written to the dump folder.
     """
 
     plan: StagePlan
@@ -305,7 +310,7 @@ class StageKind(Generic[LinksT]):
         return found
 
     def offer(self, mode: Mode) -> Offer:
-        """Return what later stages are told of the stage."""
+        """Return the stage's offer to later ones."""
         compiled = self.compiled(mode)
         return Offer(
             output=compiled.programs.output_template,
@@ -316,19 +321,18 @@ class StageKind(Generic[LinksT]):
 
 
 def offered_by(compiled: CompiledStage[LinksT]) -> OfferedOutputs:
-    """Return what other stages are told of compiled programs."""
+    """Return the offer of compiled programs to other stages."""
     template = compiled.programs.output_template
     return OfferedOutputs(compiled.outputs, template, compiled.num_random)
 
 
 def example_of(spec: TensorSpec) -> Tensor:
-    """Return a tensor of which only the metadata may be used."""
-    value = torch.empty(spec.shape, dtype=spec.dtype, device=xla_compat.device())
-    return value.requires_grad_(spec.requires_grad)
+    """Return a tensor whose metadata alone may be used."""
+    return example_like(spec.shape, spec.dtype, spec.requires_grad)
 
 
 def _check_offered(stage: int, offered: OfferedOutputs, found: OfferedOutputs) -> None:
-    """Refuse outputs that differ from those that other stages were told of."""
+    """Refuse outputs that differ from those that were offered to other stages."""
     faults = []
     if (old := list(map(_without_grad, offered.outputs))) != (
         new := list(map(_without_grad, found.outputs))

@@ -1,8 +1,8 @@
 """The user's loss function on the last stage, compiled.
 
 A schedule calls its `loss_fn` for each microbatch right after the forward of the last
-stage. `StageLoss` takes the function's place there: it runs the loss and its gradient
-as one program, and keeps the gradient for the backward of that microbatch.
+stage. `StageLoss` replaces the function there: it runs the loss and its gradient as one
+program, and keeps the gradient for the backward of that microbatch.
 """
 
 import logging
@@ -26,13 +26,25 @@ _logger = logging.getLogger(__name__)
 
 
 class _Key(NamedTuple):
-    """What a compiled loss is for."""
+    """The key of a compiled loss."""
 
     inputs: tuple[TensorSpec, ...]
     output: Template
     autocast: torch.dtype | None
     captured: int
     is_weighted: bool
+
+
+class RowWeights(NamedTuple):
+    """The weight of each row of a batch.
+
+    Attributes:
+        values: The weights, `(rows,)`.
+        reduction: What the loss function does over rows, as declared: "mean" or "sum".
+    """
+
+    values: Tensor
+    reduction: str
 
 
 class StageLoss:
@@ -53,7 +65,7 @@ class StageLoss:
         extra_bytes: What the last loss took on a device beside its arguments, zero if
             that is not known.
         losses: Microbatch → its loss in the last step, without a graph.
-        metrics: What else the function has returned for each of them.
+        metrics: The other results of the function for each of them.
         next_weights: The weight of each row of the next batch, None for none.
     """
 
@@ -67,20 +79,49 @@ class StageLoss:
         self._programs: dict[_Key, LossProgram | None] = {}
         self._state = Captured(function)
         self._captured = 0
-        # Of the first target of a step.
+        # The shape of the first target of a step.
         self._shape: torch.Size | None = None
         self.extra_bytes = 0
         self.losses: dict[int, Tensor] = {}
         self.metrics: dict[int, Any] = {}
-        self.next_weights: Tensor | None = None
-        self._weights: Tensor | None = None
+        self.next_weights: RowWeights | None = None
+        self._weights: RowWeights | None = None
+        # For each microbatch: the losses of its rows, and of all of them together.
+        self._by_row: list[tuple[Tensor, Tensor]] = []
 
     def begin_step(self) -> None:
-        """Look at what the function reads from outside; takes some µs."""
+        """Look at the values that the function reads from outside; takes some µs."""
         self._captured = self._state.number()
         self._shape = None
         self.losses, self.metrics = {}, {}
         self._weights, self.next_weights = self.next_weights, None
+        self._by_row = []
+
+    def check_rows(self) -> None:
+        """Refuse a loss whose reduction over rows is not the declared one.
+
+        Waits for the losses of the step, if there were weights.
+
+        Raises:
+            PipelineError: It is not the mean or the sum over rows, as declared.
+        """
+        if self._weights is None:
+            return
+        reduction = self._weights.reduction
+        for losses, whole in self._by_row:
+            exact = losses.dtype in (torch.float32, torch.float64)
+            rows, got = losses.cpu().double(), whole.cpu().double()
+            reduce = torch.mean if reduction == "mean" else torch.sum
+            wanted, size = reduce(rows), reduce(rows.abs())
+            error = (wanted - got).abs()
+            if not got.isnan() and not error <= (1e-4 if exact else 2e-2) * size:
+                raise PipelineError(
+                    f"pad_batch: expected a loss_fn that is a {reduction} over rows, "
+                    f"got {got:.6g} for a microbatch of rows whose {reduction} is "
+                    f"{wanted:.6g}. As where a mean leaves out ignored tokens: take "
+                    'reduction="sum" in loss_fn and pad_batch, scale_grads=False in '
+                    "the schedule, and divide gradients by the count."
+                )
 
     def __call__(
         self,
@@ -129,7 +170,7 @@ class StageLoss:
         scale = self._scale(program.dtype)
         loss, grads, metrics = program([*leaves, pinned, *pinned_weights], scale, marks)
         self.extra_bytes = program.extra_bytes
-        self.losses[microbatch], self.metrics[microbatch] = loss, metrics
+        self._keep(microbatch, loss, metrics)
         return loss, grads
 
     def _run_eagerly(
@@ -138,17 +179,23 @@ class StageLoss:
         function = of_rows(self.function) if weights else self.function
         given = [value.to(target.device) for value in weights]
         loss, metrics = split_loss(function(output, target, *given))
-        self.losses[microbatch], self.metrics[microbatch] = loss.detach(), metrics
+        self._keep(microbatch, loss.detach(), metrics)
         return loss
 
+    def _keep(self, microbatch: int, loss: Tensor, metrics: Any) -> None:
+        if self._weights is not None:
+            metrics, *by_row = metrics
+            self._by_row.append((by_row[0], by_row[1]))
+        self.losses[microbatch], self.metrics[microbatch] = loss, metrics
+
     def _weights_of(self, microbatch: int, rows: int) -> list[Tensor]:
-        """Return the weights of a microbatch's rows, nothing if all count alike."""
+        """Return the weights of a microbatch's rows, nothing if all are equal."""
         if self._weights is None:
             return []
-        return [self._weights[microbatch * rows : (microbatch + 1) * rows]]
+        return [self._weights.values[microbatch * rows : (microbatch + 1) * rows]]
 
     def _check_shape(self, target: Tensor) -> None:
-        """Refuse what is left over of a batch, before the loss function meets it."""
+        """Refuse the remainder of a batch, before the loss function gets it."""
         if self._shape is None:
             self._shape = target.shape
         if target.shape != self._shape:

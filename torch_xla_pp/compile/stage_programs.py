@@ -5,18 +5,19 @@ parameters, buffers, constants and gradient sums. `live` values belong to one mi
 and die with its backward.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
+from torch_xla_pp.compile.bundles import Bundle
 from torch_xla_pp.compile.group_sums.group_gradients import Grouping, group_gradients
 from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.lowering import LoweringRule
-from torch_xla_pp.compile.names import accumulator
+from torch_xla_pp.compile.names import accumulated, accumulator, storage_of
 from torch_xla_pp.compile.partition import Remat, partition_joint
-from torch_xla_pp.compile.program import Constants, Program
+from torch_xla_pp.compile.program import BoundValues, Constants, Program
 from torch_xla_pp.compile.stage_specs import (
     Borders,
     ProgramName,
@@ -31,8 +32,8 @@ class Forwarded(NamedTuple):
     """The results of the forward of one microbatch.
 
     Attributes:
-        outputs: Output index → tensor, of those that are returned.
-        received: Name → received input, of those that are passed on.
+        outputs: Output index → tensor, for outputs that are returned.
+        received: Name → received input, for inputs that are passed on.
         live: What the backward of this microbatch will read.
         updates: Buffer role → new value.
     """
@@ -49,12 +50,14 @@ class SummedGrads(NamedTuple):
     Attributes:
         grads: Role → sharding of the gradient.
         sums: Role → sharding of the sum that backwards add to.
-        groups: Role → number of groups of rows, of those with a sum for each.
+        groups: Role → number of groups of rows, for gradients with a sum per group.
+        bundles: Sums that pass as one, until the end of a step.
     """
 
     grads: Mapping[str, xla_compat.OpSharding]
     sums: Mapping[str, xla_compat.OpSharding]
     groups: Mapping[str, int]
+    bundles: Sequence[Bundle] = ()
 
 
 class StagePrograms:
@@ -69,8 +72,10 @@ class StagePrograms:
         borders: What the programs receive and send themselves.
         remat: Which forward values are computed again in the backward.
         rules: How operations are run, see `compile.lowering`.
-        used: Role → sharding of a value where it is used, if not as it is kept.
+        used: Role → sharding of a value in use, if that differs from how it is kept.
         grouping: Which gradients are summed up per group of rows, None for none.
+        is_recycling: Whether saved values take the memory of earlier ones, see
+            `recycled`, and small values pass as one.
 
     Attributes:
         summed: The gradients that backwards sum up.
@@ -92,6 +97,7 @@ class StagePrograms:
         rules: Sequence[LoweringRule] = (),
         used: Mapping[str, xla_compat.OpSharding] | None = None,
         grouping: Grouping | None = None,
+        is_recycling: bool = False,
     ) -> None:
         self.reduced_per_microbatch: dict[str, str] = {}
         self.extra_bytes = 0
@@ -116,14 +122,66 @@ class StagePrograms:
             self.summed.sums,
         )
         count = len(input_shardings)
-        specs = stage_specs(functions, borders or Borders(), pins, count, rules, used)
+        specs = stage_specs(
+            functions, borders or Borders(), pins, count, rules, used, is_recycling
+        )
         self._specs = specs
+        self.summed = self.summed._replace(bundles=tuple(specs.sums.values()))
+        # Name of a sum → that of the new one.
+        roles = {*functions.parameter_grads, *specs.sums}
+        self._sum_names = {accumulator(role): accumulated(role) for role in roles}
         self._programs = {name: Program(spec) for name, spec in specs.programs.items()}
+        self._recycled = {
+            name: {result: storage_of(result) for result in spec.recycled}
+            for name, spec in specs.programs.items()
+        }
+
+        self._recyclable = frozenset(n for own in self._recycled.values() for n in own)
 
     @property
     def compiled(self) -> dict[str, Program]:
         """Return the programs that have run so far, by what they do."""
         return {name: p for name, p in self._programs.items() if p.is_compiled}
+
+    @property
+    def all_programs(self) -> Mapping[ProgramName, Program]:
+        """Return all programs, by what they do; none needs to have run."""
+        return self._programs
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Return the names of what backwards read that other programs made or read."""
+        return self._specs.kept
+
+    @property
+    def residual(self) -> frozenset[str]:
+        """Return the names of what the backward of weights alone reads."""
+        return self._specs.residual
+
+    def recycled(self, name: ProgramName) -> Mapping[str, str]:
+        """Return the results of a program that take the memory of earlier ones.
+
+        Each with the name under which the caller may pass an earlier one that nothing
+        reads any more, and that is void afterwards.
+        """
+        return self._recycled.get(name, {})
+
+    def recycled_in(
+        self, values: Mapping[str, Tensor], read: Collection[str] = ()
+    ) -> Values:
+        """Return values that programs recycle once nobody reads them.
+
+        Args:
+            values: What a backward has read.
+            read: Names of those that another one will read.
+        """
+        names = self._recyclable.intersection(values).difference(read)
+        return {name: values[name] for name in names}
+
+    @property
+    def constants(self) -> Mapping[str, Tensor]:
+        """Return the tensors that programs read from elsewhere, by role."""
+        return self._constants.sources
 
     @property
     def has_backward(self) -> bool:
@@ -136,7 +194,7 @@ class StagePrograms:
         """Enqueue the forward of one microbatch, and return what its backward reads.
 
         Args:
-            fixed: The stage's values.
+            fixed: The stage's values, see `BoundValues`.
             live: `input:` entries, and routes where there are borders.
             seed: Seed of the microbatch's random numbers.
         """
@@ -154,16 +212,16 @@ class StagePrograms:
         """Enqueue the full backward of one microbatch.
 
         Args:
-            fixed: The stage's values, with `sum:` entries for gradients so far, which
-                are void afterwards.
-            live: What `forward` kept, with `tangent:` entries added.
+            fixed: The stage's values.
+            live: What `forward` kept, with `tangent:` entries added, and `sum:` entries
+                for gradients so far, which are void afterwards.
 
         Returns:
-            Input index → gradient (None for zero) of those that the program does not
-            send, and the new `sum:` entries.
+            Input index → gradient (None for zero), unless the program sends it, and the
+            new `sum:` entries.
         """
         results = self._run("backward", fixed, live)
-        return self._returned_grads({**live, **results}), self._sums(results)
+        return self._returned_grads(results, live, fixed), self._sums(results)
 
     def backward_input(
         self, fixed: Mapping[str, Tensor], live: Values
@@ -174,15 +232,13 @@ class StagePrograms:
             Input index → gradient, and what `backward_weight` needs as `live`.
         """
         results = self._run("backward input", fixed, live)
-        everything = {**live, **results}
-        reads = self._specs.residual
-        residual = {n: v for n, v in everything.items() if n in reads}
-        return self._returned_grads(everything), residual
+        residual = _chosen(self._specs.residual, results, live)
+        return self._returned_grads(results, live, fixed), residual
 
     def backward_weight(self, fixed: Mapping[str, Tensor], live: Values) -> Values:
         """Enqueue the rest of the backward; return the new `sum:` entries.
 
-        The `sum:` entries of `fixed` are void afterwards.
+        The `sum:` entries of `live` are void afterwards.
         """
         return self._sums(self._run("backward weight", fixed, live))
 
@@ -194,15 +250,14 @@ class StagePrograms:
         seed: int,
     ) -> Forwarded:
         program, specs = self._programs[name], self._specs
-        values = {**fixed, **self._constants.values(), **live}
-        results = program(values, seed)
+        values = {**self._constants.values(), **live}
+        results = program(values, seed, BoundValues.of(fixed))
         self.extra_bytes = program.extra_bytes
-        everything = {**values, **results}
-        kept = {**live, **results} if name == "forward" else {}
+        outputs = _chosen(specs.outputs.values(), results, values, fixed)
         return Forwarded(
-            outputs={i: everything[n] for i, n in specs.outputs.items()},
-            received={name: everything[name] for name in specs.passed_on},
-            live={n: value for n, value in kept.items() if n in specs.kept},
+            outputs={i: outputs[n] for i, n in specs.outputs.items()},
+            received=_chosen(specs.passed_on, values, results),
+            live=_chosen(specs.kept, results, live) if name == "forward" else {},
             updates={
                 role: results[name]
                 for role, name in self._functions.buffer_updates.items()
@@ -216,11 +271,16 @@ class StagePrograms:
         program = self._programs.get(name)
         if program is None:
             return {}
-        results = program({**fixed, **self._constants.values(), **live})
+        values = {**self._constants.values(), **live}
+        results = program(values, fixed=BoundValues.of(fixed))
         self.extra_bytes = program.extra_bytes
         return results
 
-    def _returned_grads(self, values: Values) -> dict[int, Tensor | None]:
+    def _returned_grads(
+        self, *sources: Mapping[str, Tensor]
+    ) -> dict[int, Tensor | None]:
+        names = [n for n in self._specs.input_grads.values() if n is not None]
+        values = _chosen(names, *sources)
         return {
             index: None if name is None else values[name]
             for index, name in self._specs.input_grads.items()
@@ -228,7 +288,15 @@ class StagePrograms:
 
     def _sums(self, results: Values) -> Values:
         return {
-            accumulator(role): results[name]
-            for role, name in self._functions.parameter_grads.items()
-            if name in results
+            name: results[new]
+            for name, new in self._sum_names.items()
+            if new in results
         }
+
+
+def _chosen(names: Collection[str], *sources: Mapping[str, Tensor]) -> Values:
+    """Return the values of these names, each from the first source that has it."""
+    found: Values = {}
+    for source in reversed(sources):
+        found |= {name: source[name] for name in source.keys() & names}
+    return found

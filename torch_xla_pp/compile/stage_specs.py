@@ -2,18 +2,23 @@
 
 Where a stage has *borders*, its programs receive and send themselves: the values of a
 border are then neither passed in nor returned, but its route is passed in. Where an
-output has several consumers, each gives a *part* of its gradient, under the name
-that `tangent_name` tells, and the backward adds them up.
+output has several consumers, each sends a *part* of its gradient, under the name that
+`tangent_name` returns, and the backward adds them up.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
+
+from torch import Tensor
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.border import Border, border_names
+from torch_xla_pp.compile.bundles import Bundle, bundles_of, looks_of
 from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.names import (
+    TOKEN,
+    accumulated,
     accumulator,
     input_grad,
     input_role,
@@ -53,7 +58,7 @@ class Borders(NamedTuple):
     passed_on: Collection[str] = ()
 
     def tangent_parts(self) -> dict[str, list[str]]:
-        """Return what gradients are the sum of, where there are several parts."""
+        """Return the parts of gradients that have several."""
         return {
             tangent(index): [tangent_name(index, c, consumers) for c in consumers]
             for index, consumers in self.consumers.items()
@@ -62,23 +67,25 @@ class Borders(NamedTuple):
 
 
 def tangent_name(index: int, consumer: int, consumers: Collection[int]) -> str:
-    """Return the name of the gradient of an output that one of its users gives."""
+    """Return the name of the gradient of an output that one of its users sends."""
     is_one = len(consumers) == 1
     return tangent(index) if is_one else tangent_part(index, consumer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageSpecs:
-    """The programs of a stage, and the names of what goes from one to another.
+    """The programs of a stage, and the names of the values between them.
 
     Args:
-        programs: What each program does, without those that would do nothing.
-        outputs: Output index → name, of those that the forward returns.
+        programs: The spec of each program, without those that would do nothing.
+        outputs: Output index → name, for outputs that the forward returns.
         passed_on: Names of received inputs that the forward returns.
         kept: Names of what the backwards read of one microbatch's forward.
         residual: Names of what the second half of a backward reads.
-        input_grads: Input index → name of its gradient, None for zero; of those that
-            the backward does not send.
+        input_grads: Input index → name of its gradient, None for zero, for gradients
+            that the backward does not send.
+        updates: Names of new buffers.
+        sums: Sums of gradients that pass as one, by a role that they have together.
     """
 
     programs: Mapping[ProgramName, ProgramSpec]
@@ -87,6 +94,65 @@ class StageSpecs:
     kept: frozenset[str]
     residual: frozenset[str]
     input_grads: Mapping[int, str | None]
+    updates: frozenset[str] = frozenset()
+    sums: Mapping[str, Bundle] = field(default_factory=dict)
+
+    def bundling(
+        self, looks: Mapping[str, Tensor], roles: Collection[str]
+    ) -> "StageSpecs":
+        """Return specs by which small values between the programs pass as one.
+
+        Args:
+            looks: Name of what backwards read → a value of that shape and dtype.
+            roles: The parameters whose gradients are summed up.
+        """
+        bundles = [
+            bundle
+            for name, names in self._own_results().items()
+            for bundle in bundles_of(name, names, looks)
+        ]
+        trained = {r: looks[accumulator(r)] for r in roles if accumulator(r) in looks}
+        sums = bundles_of("sums", trained, trained)
+        before = {bundle.name: _renamed(bundle, accumulator) for bundle in sums}
+        bundles += before.values()
+        bundles += [_renamed(bundle, accumulated) for bundle in sums]
+        bundle_of = {name: bundle.name for bundle in bundles for name in bundle.shapes}
+
+        def bundled(names: Iterable[str]) -> frozenset[str]:
+            return frozenset(bundle_of.get(name, name) for name in names)
+
+        programs = {
+            name: replace(spec, bundles=bundles, donated=bundled(spec.donated))
+            for name, spec in self.programs.items()
+        }
+        return replace(
+            self,
+            programs=programs,
+            kept=bundled(self.kept),
+            residual=bundled(self.residual),
+            sums=before,
+        )
+
+    def recycling(self) -> "StageSpecs":
+        """Return specs by which saved values take the memory of earlier ones."""
+        programs = dict(self.programs)
+        for name, results in self._own_results().items():
+            programs[name] = replace(programs[name], recycled=results)
+        return replace(self, programs=programs)
+
+    def _own_results(self) -> dict[ProgramName, tuple[str, ...]]:
+        """Return what programs save for others of the stage, and nobody else gets."""
+        grads = {name for name in self.input_grads.values() if name is not None}
+        given = {*self.outputs.values(), *self.passed_on, *grads, *self.updates, TOKEN}
+        saved: dict[ProgramName, frozenset[str]] = {
+            "forward": self.kept - given,
+            "backward input": self.residual - given,
+        }
+        return {
+            name: tuple(n for n in self.programs[name].outputs if n in results)
+            for name, results in saved.items()
+            if name in self.programs
+        }
 
 
 def pins_of(
@@ -115,22 +181,39 @@ def stage_specs(
     num_inputs: int,
     rules: Sequence[LoweringRule] = (),
     used: Mapping[str, xla_compat.OpSharding] | None = None,
+    is_recycling: bool = False,
 ) -> StageSpecs:
     """Return the table of a stage's programs.
 
     Args:
-        functions: What the programs run.
+        functions: The functions that the programs run.
         borders: What they receive and send themselves.
         pins: See `pins_of`.
         num_inputs: How many tensor inputs the stage has.
         rules: See `ProgramSpec`.
         used: See `ProgramSpec`.
+        is_recycling: Whether what one program saves for another takes the memory of
+            what an earlier run has saved, and small values pass as one.
     """
-    return _Table(functions, borders, pins, num_inputs, rules, used or {}).specs()
+    table = _Table(functions, borders, pins, num_inputs, rules, used or {})
+    specs = table.specs()
+    if not is_recycling:
+        return specs
+    readers = functions.backward, functions.backward_input, functions.backward_weight
+    looks: dict[str, Tensor] = {}
+    for reader in readers:
+        looks |= {} if reader is None else looks_of(reader)
+    return specs.bundling(looks, functions.parameter_grads).recycling()
+
+
+def _renamed(bundle: Bundle, name_of: Callable[[str], str]) -> Bundle:
+    """Return a bundle of sums of gradients, whose values have roles."""
+    shapes = {name_of(role): shape for role, shape in bundle.shapes.items()}
+    return Bundle(name_of(bundle.name), shapes)
 
 
 class _Table:
-    """The rows of the table, each from what the others read."""
+    """The rows of the table; each depends on what the others read."""
 
     def __init__(
         self,
@@ -156,7 +239,7 @@ class _Table:
         self._leaving = [sent.renamed(outputs) for sent in borders.outputs]
         back = {input_grad(i): name for i, name in grads.items()}
         self._going_back = [sent.renamed(back) for sent in borders.grads]
-        # What the caller gets; gradients that are sent are not part of it.
+        # The results that the caller gets, without gradients that are sent.
         sent = border_names(borders.grads)
         self._input_grads = {
             i: n for i, n in grads.items() if input_grad(i) not in sent
@@ -194,6 +277,7 @@ class _Table:
             kept=frozenset(kept),
             residual=frozenset(weight.inputs),
             input_grads=self._input_grads,
+            updates=frozenset(functions.buffer_updates.values()),
         )
 
     def _forward(self, function: Function, wanted: Collection[str]) -> ProgramSpec:
@@ -253,7 +337,7 @@ class _Table:
     def _has_two_backwards(self) -> bool:
         """Return whether a backward of inputs alone receives for both halves.
 
-        What no backward reads, as the stage is frozen, is received all the same.
+        Gradients that a frozen stage does not read are received, too.
         """
         functions = self._functions
         has_first = functions.backward_input is not None or bool(self._going_back)
@@ -267,7 +351,7 @@ class _Table:
     def _kept(
         self, full: ProgramSpec, first: ProgramSpec, weight: ProgramSpec
     ) -> set[str]:
-        """Return what the backwards read beside each other's results."""
+        """Return the names of what the backwards read beside each other's results."""
         read = {*full.inputs, *first.inputs, *self._returned}
         read |= {*weight.inputs} - {*first.outputs}
         return {name for name in read if not is_route(name)}

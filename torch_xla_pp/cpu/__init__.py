@@ -1,27 +1,41 @@
-"""What ranks on CPU devices do differently: all of it is here, and nothing elsewhere.
+"""What ranks on CPU devices do differently, all in this folder.
 
 Three things, for speed, and so that programs never deadlock:
 
-* XLA's client gets enough threads, and no XNNPACK (`client`)
+* XLA's client gets enough threads, and no XNNPACK (`before_client`)
 * malloc keeps what is freed (`heap`)
-* programs for one device multiply matrices with PyTorch's library (`products`)
+* programs multiply matrices with a library (`products`, `blas`)
+* programs for one device save values in the memory of earlier ones (`client`)
 
-On other kinds of devices none of it is done, and no variable or flag is set for it.
+None of it is done on other kinds of devices, and no variable or flag is set there.
 """
 
+# First: importing the others may load torch_xla, and that calls this one.
+from torch_xla_pp.cpu.before_client import prepare_client
 from torch_xla_pp.cpu.client import (
     copying_large_values,
     give_back_garbage,
+    is_recycling,
     most_small_bytes,
-    prepare_client,
     starting,
 )
-from torch_xla_pp.cpu.products import library_product
+from torch_xla_pp.cpu.products import (
+    PartProduct,
+    Product,
+    ProductSides,
+    library_product,
+    library_product_of_parts,
+)
 
 __all__ = [
+    "PartProduct",
+    "Product",
+    "ProductSides",
     "copying_large_values",
     "give_back_garbage",
+    "is_recycling",
     "library_product",
+    "library_product_of_parts",
     "most_small_bytes",
     "prepare_client",
     "starting",

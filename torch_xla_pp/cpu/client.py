@@ -1,29 +1,12 @@
-"""XLA's client for CPU devices: what it needs before it is made.
-
-The client's pool has threads that launch programs, one for each device, and others that
-run them, one for each device, since those of one launch begin when the launch before
-has ended; all of these may wait. One more is for copies. With one device
-programs are launched by their caller. See docs/design/024-in-flight.md.
-"""
+"""XLA's client for CPU devices: the steps around its start, and its heap."""
 
 import contextlib
 from collections.abc import Iterator
 
 from torch_xla_pp import env, xla_compat
 from torch_xla_pp.cpu import heap
+from torch_xla_pp.cpu.before_client import num_threads, prepare_client
 from torch_xla_pp.errors import PipelineError
-
-
-def prepare_client() -> None:
-    """Set what XLA reads as it makes a client for CPU devices; there is none yet.
-
-    Called when torch_xla is loaded, too, so that it holds for a client that the program
-    makes itself. XLA's matrix products are faster without XNNPACK, see
-    docs/performance/step.md.
-    """
-    if env.device_kind() == "CPU":
-        env.add_xla_flag("xla_cpu_use_xnnpack", "false")
-        env.enlarge_pool(_num_threads(env.num_cpu_devices()))
 
 
 @contextlib.contextmanager
@@ -44,9 +27,9 @@ def starting() -> Iterator[None]:
 
 
 def give_back_garbage() -> None:
-    """Give the memory that compilations have left back to the system, on CPU devices.
+    """Return the memory that compilations have freed to the system, on CPU devices.
 
-    There programs and compilations take it from one heap.
+    Programs and compilations share one heap there.
     """
     if env.device_kind() == "CPU":
         heap.give_back(env.malloc_choices())
@@ -55,12 +38,21 @@ def give_back_garbage() -> None:
 def most_small_bytes() -> int:
     """Return the size of the largest values whose memory stays here once freed.
 
-    They are freed late, too: as a program ends, its successor takes all of its memory
-    on another thread; only then, or meanwhile, what the first one alone has read is
-    freed. Larger values have mappings of their own, whose pages come as they are
-    written, and go.
+    They are also freed late: as a program ends, its successor allocates all of its
+    memory on another thread; values that only the first one has read are freed after
+    that, or at the same time. Larger values have mappings of their own, whose pages are
+    allocated as they are written, and returned.
     """
     return heap.MOST_KEPT_BYTES if env.device_kind() == "CPU" else 0
+
+
+def is_recycling() -> bool:
+    """Return whether programs write what they save to buffers of earlier values.
+
+    A heap that takes the same values back in another order gets gaps. Ranks of several
+    devices do not: XLA chooses the shardings of saved values.
+    """
+    return env.device_kind() == "CPU" and xla_compat.num_local_devices() == 1
 
 
 @contextlib.contextmanager
@@ -73,15 +65,10 @@ def copying_large_values() -> Iterator[None]:
         yield
 
 
-def _num_threads(num_devices: int) -> int:
-    """Return how many threads a client needs to avoid a deadlock."""
-    return 2 if num_devices == 1 else 2 * num_devices + 1
-
-
 def _check_pool() -> None:
     """Refuse a client that was made before, with too few threads."""
     count = xla_compat.num_local_devices()
-    found, needed = env.pool_size(), _num_threads(count)
+    found, needed = env.pool_size(), num_threads(count)
     if found < needed:
         raise PipelineError(
             f"XLA's client was made with {found} threads for {count} devices: expected "

@@ -3,14 +3,14 @@
 On a CPU device XLA takes the memory of every value from malloc and gives it back when
 the value is dropped, in the same sizes in every step. By default glibc returns much of
 that to the system at once, and each step pays for fresh pages again, see
-docs/performance/step.md. The price of keeping it is that the process stays as large as
-it has ever been.
+docs/performance/step.md. The price of keeping it is that the process never shrinks.
 
-Large values are not kept: what is small and lives long would settle in the places that
-they leave, the next one would not fit in there, and the process would grow with the
-number of microbatches.
+The memory of large values is not kept: small values that live long would settle in the
+places that they leave, the next large one would not fit there, and the process would
+grow with the number of microbatches.
 
-What compilations leave is not kept either: they take tens of MiB that no step needs.
+Memory that compilations free is not kept either: they take tens of MiB that no step
+needs.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ import logging
 from collections.abc import Iterator
 
 MOST_KEPT_BYTES = 1 << 20
-"""Size of the largest values that are kept when they are freed, most of the time.
+"""Size of the largest values whose memory is kept when they are freed, usually.
 
-One that is larger may be, too: glibc takes a free place of the heap where one fits.
+That of a larger one may be, too: glibc uses a free place of the heap if one fits.
 """
 
 # Parameter of mallopt → value. One heap for all threads, as those of single threads
@@ -34,7 +34,7 @@ _SETTINGS = {
     _TRIM_THRESHOLD: (1 << 31) - 1,
 }
 
-# How many values have mappings of their own at most, and glibc's default.
+# The most values that may have mappings of their own, and glibc's default.
 _MMAP_MAX, _MMAP_MAX_DEFAULT = -4, 1 << 16
 
 _logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ _logger = logging.getLogger(__name__)
 
 @functools.cache
 def keep_freed(chosen: tuple[str, ...]) -> None:
-    """Tell glibc to keep what is freed, unless the user has configured it.
+    """Let glibc keep freed memory, unless the user has configured it.
 
     Threads that have allocated before keep their heaps, so call it early. Does nothing
     with another C library.
@@ -62,7 +62,7 @@ def keep_freed(chosen: tuple[str, ...]) -> None:
 
 
 def give_back(chosen: tuple[str, ...]) -> None:
-    """Return what is free now to the system, unless the user has configured glibc.
+    """Return freed memory to the system, unless the user has configured glibc.
 
     The next values take fresh pages once, so call it when something was compiled.
 
@@ -76,10 +76,10 @@ def give_back(chosen: tuple[str, ...]) -> None:
 
 @contextlib.contextmanager
 def keep_large(chosen: tuple[str, ...]) -> Iterator[None]:
-    """Keep large values, too, when they are freed, and give all of it back at the end.
+    """Keep the memory of large values, too, and return all of it at the end.
 
     For values that are made and dropped one after the other: otherwise each of them
-    takes fresh pages, which costs several times as much as to copy it.
+    takes fresh pages, which costs several times as much as copying it.
 
     Args:
         chosen: Variables by which the user configured glibc, see `env.malloc_choices`.

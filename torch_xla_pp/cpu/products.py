@@ -1,86 +1,156 @@
-"""Products of matrices by PyTorch's library in programs for one CPU device.
+"""Products of matrices by a library in programs for one CPU device.
 
-On a CPU, Intel's MKL multiplies up to twice as fast as XLA does, and it comes with
-PyTorch. So a program of a rank with one CPU device calls it for its products of two
-float32 matrices; all else is XLA's. The threads are XLA's, too: the
-library computes each part of a product on the thread that XLA gives to it.
+On a CPU, libraries multiply several times as fast as XLA does (`blas` chooses one). So
+a program of a rank with CPU devices calls it for its products of float32 matrices; XLA
+computes everything else. The threads are XLA's, too: the library computes each part of
+a product on the thread that XLA calls it on.
 
-XLA cannot split a call over devices. So ranks of several devices have XLA's products;
-so do ranks on other kinds of devices, or with a build of PyTorch without MKL, or under
+XLA cannot split a call over devices. So programs for several devices call it on each
+device's parts of the factors, where these are known; XLA computes their other products,
+those of ranks on other kinds of devices or without such a library, and all under
 `TORCH_XLA_PP_PRODUCTS=xla`.
 """
 
-import ctypes
 import functools
 import logging
-from collections.abc import Callable
-from pathlib import Path
-from typing import TypeAlias
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from torch_xla_pp import env, native, xla_compat
+from torch_xla_pp.cpu.blas import find_blas
 from torch_xla_pp.hlo import OWN_PRODUCT
 
 Product: TypeAlias = Callable[[Tensor, Tensor, bool, bool], Tensor | None]
 """A product of two matrices, given as they are stored and whether each is transposed.
 
-It returns None for what it cannot multiply.
+Both may be batches of matrices, with the number of them in front. It returns None for
+what it cannot multiply.
 """
 
-_MAX_SIDE = (1 << 31) - 1  # of MKL's integers
+
+class ProductSides(NamedTuple):
+    """What a product computes: `(batch, rows, depth)` by `(batch, depth, columns)`.
+
+    Attributes:
+        batch: How many matrices there are of each factor.
+        rows: Rows of the left ones, and of the result.
+        depth: What is summed over.
+        columns: Columns of the right ones, and of the result.
+        is_left_turned: Whether the left ones are stored as `(depth, rows)`.
+        is_right_turned: Whether the right ones are stored as `(columns, depth)`.
+    """
+
+    batch: int
+    rows: int
+    depth: int
+    columns: int
+    is_left_turned: bool
+    is_right_turned: bool
+
+
+PartProduct: TypeAlias = Callable[
+    [Tensor, Tensor, ProductSides, Sequence[int], str], Tensor | None
+]
+"""A product of one device's parts of two factors, within `to_shards`.
+
+It takes the parts, what is computed, the shape of the result's part, and a text that
+tells products apart whose whole results differ, but not the parts. It returns None for
+what it cannot multiply.
+"""
+
+_MAX_SIDE = (1 << 31) - 1  # of the libraries' integers
 _logger = logging.getLogger(__name__)
 
 
 @functools.cache
 def library_product() -> Product | None:
-    """Return the product of PyTorch's library, None where programs have XLA's.
+    """Return the product of a library, None where XLA computes products.
 
-    Decided at the first call, when the rank's devices are known, and kept.
+    Chosen at the first call, when the rank's devices are known, and kept.
     """
     is_one = env.device_kind() == "CPU" and xla_compat.num_local_devices() == 1
-    is_used = is_one and env.products() == "torch" and _can_multiply()
-    return multiply if is_used else None
+    return multiply if is_one and _can_multiply() else None
+
+
+@functools.cache
+def library_product_of_parts() -> PartProduct | None:
+    """Return the product of a library for ranks of several devices, None for XLA's.
+
+    Decided and kept as that of one device.
+    """
+    is_one = env.device_kind() != "CPU" or xla_compat.num_local_devices() == 1
+    return None if is_one or not _can_multiply() else multiply_parts
 
 
 def _can_multiply() -> bool:
-    """Tell the handlers where PyTorch's library is; return whether it is there."""
-    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    """Pass the library to the handlers; return whether there is one."""
     try:
         handlers = native.library()
-        library = ctypes.CDLL(str(path))
-        calls = (library.sgemm_, library.MKL_Set_Num_Threads_Local)
-    except (native.Unavailable, OSError, AttributeError) as reason:
+    except native.Unavailable as reason:
         _logger.info("XLA multiplies matrices itself: %s", reason)
         return False
-    handlers.xpp_use_blas(*(ctypes.cast(call, ctypes.c_void_p) for call in calls))
-    return True
+    blas = find_blas()
+    if blas is not None:
+        # As many devices multiply at the same time.
+        cores = len(os.sched_getaffinity(0)) // xla_compat.num_local_devices()
+        handlers.xpp_use_blas(*blas, max(1, cores))
+    return blas is not None
 
 
 def multiply(
     left: Tensor, right: Tensor, is_left_turned: bool, is_right_turned: bool
 ) -> Tensor | None:
-    """Multiply two matrices that are stored as they are or transposed."""
-    if not left.dtype == right.dtype == torch.float32:
-        return None
-    sides = {
-        "rows": left.shape[1 if is_left_turned else 0],
-        "depth": left.shape[0 if is_left_turned else 1],
-        "columns": right.shape[0 if is_right_turned else 1],
-    }
-    if not all(0 < side <= _MAX_SIDE for side in sides.values()):
-        return None
-    turned = {
-        "is_left_turned": int(is_left_turned),
-        "is_right_turned": int(is_right_turned),
-    }
-    target = ".".join(map(str, [OWN_PRODUCT, *sides.values(), *turned.values()]))
-    native.register_target(target, "product")
-    whole = xla_compat.replicated_sharding()
-    shards = [xla_compat.to_shards(factor, whole) for factor in (left, right)]
-    shape = (sides["rows"], sides["columns"])
-    (result,) = xla_compat.custom_call(
-        target, shards, [shape], [torch.float32], {**sides, **turned}
+    """Multiply matrices that are stored as they are or transposed."""
+    batch = left.shape[:-2]
+    sides = ProductSides(
+        batch=math.prod(batch),
+        rows=left.shape[-1 if is_left_turned else -2],
+        depth=left.shape[-2 if is_left_turned else -1],
+        columns=right.shape[-2 if is_right_turned else -1],
+        is_left_turned=is_left_turned,
+        is_right_turned=is_right_turned,
     )
+    if not _is_taken(left, right, sides):
+        return None
+    whole = xla_compat.replicated_sharding()
+    first, second = (xla_compat.to_shards(factor, whole) for factor in (left, right))
+    shape = (*batch, sides.rows, sides.columns)
+    result = _call(first, second, sides, shape)
     return xla_compat.from_shards(result, whole, shape, torch.float32)
+
+
+def multiply_parts(
+    left: Tensor, right: Tensor, sides: ProductSides, shape: Sequence[int], whole: str
+) -> Tensor | None:
+    """Multiply one device's parts of factors, see `PartProduct`."""
+    if not _is_taken(left, right, sides):
+        return None
+    return _call(left, right, sides, shape, whole)
+
+
+def _is_taken(left: Tensor, right: Tensor, sides: ProductSides) -> bool:
+    counts = sides[:4]
+    is_float = left.dtype == right.dtype == torch.float32
+    return is_float and all(0 < side <= _MAX_SIDE for side in counts)
+
+
+def _call(
+    left: Tensor,
+    right: Tensor,
+    sides: ProductSides,
+    shape: Sequence[int],
+    whole: str = "",
+) -> Tensor:
+    fields = {name: int(value) for name, value in sides._asdict().items()}
+    names = [OWN_PRODUCT, *map(str, fields.values()), *([whole] if whole else [])]
+    target = ".".join(names)
+    native.register_target(target, "product")
+    (result,) = xla_compat.custom_call(
+        target, [left, right], [shape], [torch.float32], fields
+    )
+    return result

@@ -14,9 +14,11 @@ from torch_xla_pp.deferred.module_tensors import (
     parameter_names,
     places_of,
     shapes_of,
+    state_in,
     state_of,
 )
 from torch_xla_pp.deferred.recipes import record_of, share_record, value_of
+from torch_xla_pp.deferred.skeleton import skeleton_of
 
 __all__ = [
     "PARAMETER",
@@ -32,6 +34,8 @@ __all__ = [
     "record_resets",
     "shapes_of",
     "share_record",
+    "skeleton_of",
+    "state_in",
     "state_of",
     "unwritten",
     "value_of",

@@ -1,8 +1,8 @@
 """Build modules whose parameters and buffers get their values later.
 
-Inside `deferred_init` every new tensor is on meta, and what is done to it is recorded
-(see `recipes`). Reading a value computes it then and there, which is meant for small
-ones: a depth-dependent rate, a check.
+Inside `deferred_init` every new tensor is on meta, and operations on it are recorded
+(see `recipes`). Reading a value computes it at once, which is meant for small ones: a
+depth-dependent rate, a check.
 """
 
 import contextlib
@@ -50,14 +50,14 @@ _READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 
 @contextlib.contextmanager
 def deferred_init() -> Iterator[None]:
-    """Build modules without memory; stages give values to their own part later.
+    """Build modules without memory; stages compute the values of their part later.
 
     Inside, modules are built as usual, with their own initialization or any other.
-    Their tensors are on meta; `build_stage`, `PipelineStage` and `materialize` give
-    them the values that were asked for. Random values depend on torch's seed
-    and on a tensor's name alone, the one that it has in the largest module that was
-    built: not on where the model is split, nor on the number of ranks or devices.
-    They differ from those of a model that is built without this.
+    Their tensors are on meta; `build_stage`, `PipelineStage` and `materialize` compute
+    the values that the recorded operations give. Random values depend only on torch's
+    seed and on a tensor's name in the largest module that was built: not on where the
+    model is split, nor on the number of ranks or devices. They differ from those of a
+    model that is built without this.
 
     Casts, copies and re-initialization belong inside, too; it may be entered
     again for that, also for a module that was built on meta. Tensors that are made from
@@ -95,7 +95,7 @@ def deferred_init() -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):
-    """A mode that runs everything on meta, and records what writes."""
+    """A mode that runs everything on meta, and records operations that write."""
 
     def __torch_dispatch__(
         self,
@@ -108,7 +108,7 @@ class _Recorder(TorchDispatchMode):
         tensors = _tensors((args, kwargs))
         if tensors and not any(x.is_meta for x in tensors):
             result = function(*args, **kwargs)
-            # What `torch.tensor` has read.
+            # Data that `torch.tensor` has read.
             is_new = function is _aten.lift_fresh.default
             return constant(result) if is_new else result
         written = _written(function, args, kwargs)
@@ -125,7 +125,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Reads(TorchFunctionMode):
-    """A mode in which Python can read what values will be."""
+    """A mode in which Python can read the values that tensors will have."""
 
     def __torch_function__(
         self,
@@ -203,7 +203,7 @@ def _record(
 def _compute(
     function: OpOverload, args: Any, kwargs: dict[str, Any], reason: Exception | str
 ) -> Any:
-    """Call a function at once: it needs or changes values, or does not support meta."""
+    """Call a function that needs or changes values, or does not support meta."""
     is_random = torch.Tag.nondeterministic_seeded in function.tags
     written = _written(function, args, kwargs)
     if is_random or any(x.is_meta for x in written):

@@ -1,8 +1,8 @@
 """Trace modules on meta as if they were on the host.
 
-Models ask tensors for their device, and not all that they do with the answer supports
-meta: `torch.autocast(x.device.type)`, for one. Traced on fake tensors of the host they
-give the same graph as models that have values.
+Models ask tensors for their device, and not everything that they do with it supports
+meta: `torch.autocast(x.device.type)`, for example. Traced on fake tensors of the host
+they give the same graph as models that have values.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from torch_xla_pp.deferred.recipes import meta_like, record_of, share_record
 
 @contextlib.contextmanager
 def as_on_host(module: nn.Module) -> Iterator[Callable[[Any], Any]]:
-    """Let a module of which something is on meta look as if it were on the host.
+    """Let a module that is on meta, or partly, look as if it were on the host.
 
     Yields:
-        What does the same with the tensors of a pytree.
+        A function that does the same with the tensors of a pytree.
     """
     if not any(place.tensor.is_meta for place in all_places_of(module)):
         yield lambda tree: tree

@@ -1,4 +1,4 @@
-"""Give modules on meta their values, or say which have none."""
+"""Compute the values of modules on meta, or report which have none."""
 
 from collections.abc import Callable
 
@@ -16,15 +16,14 @@ from torch_xla_pp.errors import PipelineError
 
 
 def materialize(module: nn.Module) -> nn.Module:
-    """Give all parameters and buffers on meta their values, on the host.
+    """Compute the values of all parameters and buffers on meta, on the host.
 
-    Stages do so by themselves. This is for the whole model in one process, to compare
-    with: the values are those that the stages of any pipeline get.
+    Stages do so themselves. This is for the whole model in one process, for comparison:
+    the values are those that the stages of any pipeline get.
 
     Args:
-        module: Built under `deferred_init`, or on meta out of modules that have a
-            `reset_parameters`. Changed in place; a tensor with several names stays
-            one.
+        module: Built under `deferred_init`, or on meta from modules with a
+            `reset_parameters`. Changed in place; a tensor with several names stays one.
 
     Returns:
         The module.
@@ -48,8 +47,8 @@ def materialize(module: nn.Module) -> nn.Module:
 def record_resets(module: nn.Module) -> None:
     """Let modules that were built on meta initialize themselves, later.
 
-    Those are the modules with a `reset_parameters` of whose parameters none was ever
-    written to. Names what has no name yet.
+    These are the modules with a `reset_parameters` none of whose parameters was ever
+    written to. Tensors without a name get one.
 
     Raises:
         PipelineError: A tensor that was built under `deferred_init` was written to
@@ -73,7 +72,7 @@ def unwritten(module: nn.Module) -> list[str]:
 
 
 def lacking(names: list[str]) -> str:
-    """Say what to do about tensors without a value."""
+    """Write what to do about tensors without a value."""
     return (
         "expected every parameter and buffer to have a value, got a module built on "
         f"meta without: {', '.join(sorted(names))}. Build, initialize, cast and copy "
@@ -87,7 +86,7 @@ def replace_tensors(
     """Replace tensors by others, each one once.
 
     Returns:
-        Where tensors were replaced, and what was there.
+        The places of replaced tensors, and what was there.
     """
     undo = [(place, place.tensor) for place in all_places_of(module)]
     new: dict[int, Tensor] = {}
@@ -116,7 +115,7 @@ def _has_value(value: Tensor) -> bool:
 
 
 def _check_versions(module: nn.Module) -> None:
-    """Refuse values that were written to when nothing was recorded."""
+    """Refuse values that were written to while nothing was recorded."""
     faults = []
     for place in all_places_of(module):
         value = place.tensor

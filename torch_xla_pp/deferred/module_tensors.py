@@ -4,7 +4,7 @@ Terms: a *place* is where a module holds a tensor under a name. A *tied* tensor 
 several places; a submodule that is used twice has places under both of its names.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ class TensorPlace:
 
     Args:
         name: Its name in the whole module.
-        holding: As what the module holds the tensor.
+        holding: The kind of place: parameter, buffer or plain attribute.
         slots: The dictionary of the submodule that has it.
         key: Its name there.
     """
@@ -35,7 +35,7 @@ class TensorPlace:
 
     @property
     def tensor(self) -> Tensor:
-        """Return what is there now."""
+        """Return the tensor that is there now."""
         tensor: Tensor = self.slots[self.key]
         return tensor
 
@@ -47,7 +47,7 @@ class TensorPlace:
 def places_of(module: nn.Module) -> Iterator[TensorPlace]:
     """Yield all places of parameters and buffers, tied ones under all their names.
 
-    What is put into a place meanwhile is seen in the places that follow.
+    A tensor that replaces another during iteration is seen in later places.
     """
     for place in all_places_of(module):
         if place.holding != ATTRIBUTE:
@@ -71,9 +71,14 @@ def all_places_of(module: nn.Module) -> Iterator[TensorPlace]:
 
 def state_of(module: nn.Module) -> list[TensorPlace]:
     """Return the first place of each parameter, then all places of buffers."""
+    return state_in(places_of(module))
+
+
+def state_in(places: Iterable[TensorPlace]) -> list[TensorPlace]:
+    """Return the first place of each parameter among some, then those of buffers."""
     seen: set[int] = set()
     first, buffers = [], []
-    for place in places_of(module):
+    for place in places:
         if place.holding == BUFFER:
             buffers.append(place)
         elif id(place.tensor) not in seen:

@@ -1,4 +1,4 @@
-"""Whose random numbers a recorded operation draws.
+"""The tensors whose random numbers recorded operations draw.
 
 Each random operation belongs to the first named tensor of a model that needs it. The
 first name that a tensor gets counts.
@@ -25,8 +25,8 @@ def name_built(modules: Sequence[nn.Module]) -> None:
 
     Args:
         modules: All modules, in the order in which they got their first part. Names
-            count from those that are part of no other; of equal names the later ones
-            get a number.
+            begin at modules that are part of no other; later ones of equal names get a
+            number.
     """
     inner = {child for module in modules for child in module.children()}
     counts: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What is done to tensors that have no memory yet, so that it can be done later.
+"""The operations on tensors that have no memory yet, recorded to be run later.
 
 Terms: a *record* belongs to the storage of a meta tensor and lists the operations that
 wrote to it. Views need no record of their own: an operation knows the part of a
@@ -6,7 +6,7 @@ storage that it reads or writes by shape, strides and offset.
 
 Law: a recorded value depends on the operations that it needs and, where these are
 random, on the seed at that time and on the name of a tensor: not on what else is
-computed, nor when or where.
+computed, nor on when or where.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ class Record:
     version: int | None = None
 
     def zeros(self) -> Storage:
-        """Return memory for the storage; what nothing writes to is zero."""
+        """Return memory for the storage; bytes that nothing writes to are zero."""
         size = self.num_bytes
         return torch.zeros(size, dtype=torch.uint8, device="cpu").untyped_storage()
 
@@ -90,13 +90,13 @@ class Operation:
         function: What was called.
         args: Its arguments, with views in place of meta tensors.
         kwargs: Its keyword arguments, likewise.
-        results: For each leaf of the result a view if its storage is a new one.
+        results: For each leaf of the result a view, if its storage is a new one.
         records: The storages that it reads or writes.
         number: Larger than those of all earlier operations on the same storages.
         default_dtype: The default dtype when it was called.
         seed: The seed when it was called, None if it is not random.
-        owner: Whose random numbers it draws: name of a tensor and how many random
-            operations of that name came before.
+        owner: The name of the tensor whose random numbers it draws, and the number of
+            random operations of that name before it.
     """
 
     function: OpOverload
@@ -110,7 +110,7 @@ class Operation:
     owner: tuple[str, int] | None = None
 
     def run(self, storages: dict[Record, Storage]) -> None:
-        """Do it on storages that have memory; adds those that it makes."""
+        """Run it on storages that have memory; adds those that it makes."""
 
         def value(view: View) -> Tensor:
             if view.record not in storages:
@@ -156,7 +156,7 @@ def record_of(tensor: Tensor) -> Record | None:
 
 
 def share_record(record: Record, tensor: Tensor) -> None:
-    """Let a meta tensor have the values that a record gives."""
+    """Give a meta tensor the record of another storage."""
     setattr(tensor.untyped_storage(), _ATTRIBUTE, record)
 
 
@@ -168,12 +168,12 @@ def meta_like(value: Tensor) -> Tensor:
 
 
 def takes_device(function: OpOverload) -> bool:
-    """Return whether a function can be told where to make its result."""
+    """Return whether a function takes the device of its result."""
     return any(argument.name == "device" for argument in function._schema.arguments)
 
 
 def needed_for(record: Record) -> list[Operation]:
-    """Return the operations that make what a storage holds in the end, in order."""
+    """Return the operations that make the final contents of a storage, in order."""
     found: dict[Operation, None] = {}
     wanted: list[tuple[Record, int]] = [(record, record.clock + 1)]
     while wanted:
@@ -187,10 +187,10 @@ def needed_for(record: Record) -> list[Operation]:
 
 @torch.no_grad()
 def value_of(tensor: Tensor) -> Tensor | None:
-    """Compute what a meta tensor stands for, on the host.
+    """Compute the value that a meta tensor stands for, on the host.
 
-    Memory: what the operations on the way need at once, freed when no later one needs
-    it; twice the tensor for what is made in place.
+    Memory: the operands and results of the operations, each freed when no later one
+    needs it; twice the tensor for one that is made in place.
 
     Returns:
         The value, None if nothing was ever written to the tensor.

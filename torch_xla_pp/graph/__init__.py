@@ -2,11 +2,22 @@
 
 from torch_xla_pp.graph.assign import GivenStages
 from torch_xla_pp.graph.atoms import Atom, atoms_of
+from torch_xla_pp.graph.attention import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    attention,
+    attention_axes,
+    plain_attention,
+    plain_attention_backward,
+)
+from torch_xla_pp.graph.autograd_functions import keeping_autograd_functions
 from torch_xla_pp.graph.baked import Baked, BakedModel
+from torch_xla_pp.graph.built_in_device import move_devices
 from torch_xla_pp.graph.call_spec import CallSpec
 from torch_xla_pp.graph.captured import Captured
 from torch_xla_pp.graph.finish_split import describe_stages, finish_split
 from torch_xla_pp.graph.flops import flops_by_op
+from torch_xla_pp.graph.host_randomness import noting_host_randomness
 from torch_xla_pp.graph.marks import pipeline_yield
 from torch_xla_pp.graph.modes import (
     OtherMode,
@@ -21,6 +32,13 @@ from torch_xla_pp.graph.modes import (
     refuse_modes,
 )
 from torch_xla_pp.graph.op_digests import digest_ops
+from torch_xla_pp.graph.other_shapes import (
+    add_shapes,
+    has_shapes,
+    in_shapes,
+    inputs_in_shapes,
+    mode_to_trace,
+)
 from torch_xla_pp.graph.patches import replaced
 from torch_xla_pp.graph.prepare import Prepared, erase_marks, normalize, prepare
 from torch_xla_pp.graph.shard import (
@@ -51,6 +69,12 @@ from torch_xla_pp.graph.ties import (
 from torch_xla_pp.graph.vmaps import indexing_by_tensors
 
 __all__ = [
+    "ATTENTION",
+    "ATTENTION_BACKWARD",
+    "attention",
+    "attention_axes",
+    "plain_attention",
+    "plain_attention_backward",
     "Atom",
     "Baked",
     "BakedModel",
@@ -69,11 +93,13 @@ __all__ = [
     "StageValue",
     "Template",
     "add_mode",
+    "add_shapes",
     "axes_of",
     "atoms_of",
     "erase_marks",
     "flops_by_op",
     "normalize",
+    "noting_host_randomness",
     "begin_modes",
     "check_split_spec",
     "describe_stages",
@@ -82,11 +108,17 @@ __all__ = [
     "follow_mode",
     "for_each_mode",
     "has_mixed_mode",
+    "has_shapes",
     "in_mode",
+    "in_shapes",
     "indexing_by_tensors",
+    "inputs_in_shapes",
     "is_set",
     "keep_parameters",
+    "mode_to_trace",
+    "keeping_autograd_functions",
     "mapped_as",
+    "move_devices",
     "keep_persistence",
     "original_name",
     "pipeline_yield",

@@ -1,4 +1,4 @@
-"""To which stage each op of a traced graph belongs.
+"""The stage of each op of a traced graph.
 
 Terms: a *mark* is a position in the program (`split_spec`, `pipe_split`); a *yield*
 names values (`pipeline_yield`). The ops between two yields, by data dependency, are a
@@ -36,13 +36,13 @@ class Assignment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenStages:
-    """The stages of a model as somebody else has chosen them, by names of ops.
+    """The stages of a model that were chosen elsewhere, by names of ops.
 
     Args:
         names: The stages' names.
         stages: Name of an op → index of its stage.
-        digests: Name of an op → what `digest_ops` says of it in the model that they
-            were chosen for; others are not compared.
+        digests: Name of an op → its digest by `digest_ops` in the model that the stages
+            were chosen for; other ops are not compared.
     """
 
     names: tuple[str, ...]
@@ -59,7 +59,7 @@ def take_stages(graph: fx.Graph, split_mark: object, given: GivenStages) -> Assi
         given: The stages; each has an op.
 
     Raises:
-        PlanError: The graph has other ops than those that stages were chosen for.
+        PlanError: The graph differs from the one that stages were chosen for.
     """
     ops = [node for node in graph.nodes if is_op(node, split_mark)]
     _check_known(graph, ops, given)
@@ -84,7 +84,7 @@ def _check_known(graph: fx.Graph, ops: Sequence[fx.Node], given: GivenStages) ->
 def _strange(
     graph: fx.Graph, ops: Sequence[fx.Node], given: GivenStages
 ) -> Iterator[str]:
-    """Tell of operations that are not those for which stages were given, in order."""
+    """Describe the operations that differ from the planned ones, in order."""
     nodes = {node.name: node for node in graph.nodes}
     for name, digest in digest_ops(graph, ops).items():
         node = nodes[name]
@@ -186,7 +186,7 @@ def _first_yields(graph: fx.Graph, index: Mapping[fx.Node, int]) -> dict[fx.Node
 def _follow_operands(
     ops: Sequence[fx.Node], groups: dict[fx.Node, int], last: int
 ) -> None:
-    """Put ops that feed no yield where the latest of their operands is made."""
+    """Put ops that feed no yield into the group of the latest of their operands."""
     for op in ops:
         if op in groups:
             continue
@@ -197,7 +197,7 @@ def _follow_operands(
 
 
 def _sink(ops: Sequence[fx.Node], groups: dict[fx.Node, int], last: int) -> None:
-    """Put ops on inputs and parameters where they are used first.
+    """Put ops on inputs and parameters into the group that uses them first.
 
     An op that nothing uses, such as a counter's update, goes with the one written
     after it.
@@ -272,7 +272,7 @@ def _cut(
     yields: Sequence[fx.Node],
     marks: Sequence[fx.Node],
 ) -> dict[fx.Node, tuple[int, int]]:
-    """Return for each op its group and the number of marks of the group before it.
+    """Return the group of each op, and the number of the group's marks before it.
 
     Ops of a group that are written before the yield of the group before count as
     written at its beginning, so that marks in other groups do not cut them off.
@@ -305,7 +305,7 @@ def _check_marks(ops: Sequence[int], marks: Sequence[int]) -> None:
 
 
 def _keep_items(ops: Iterable[fx.Node], keys: dict[fx.Node, tuple[int, int]]) -> None:
-    """Take the items of a list or tuple where it is made: only tensors can cross."""
+    """Take the items of a list or tuple in its own stage: only tensors can be sent."""
     for op in ops:
         source = op.args[0] if is_getitem(op) else None
         if isinstance(source, fx.Node) and source in keys:
@@ -330,7 +330,7 @@ def _title(index: int, names: Sequence[str]) -> str:
 
 
 def source_of(node: fx.Node) -> str:
-    """Return what a node is and where the model's source has it."""
+    """Describe a node, and the line of the model's source that it comes from."""
     lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
     where = [line.strip() for line in lines if line.strip().startswith("File ")]
     return f"{node.name} ({where[-1]})" if where else str(node.name)

@@ -2,7 +2,7 @@
 
 Terms: a *group* is some operations that must be in one stage; an *atom* is one or more
 groups. A *border* is a place between two groups in an order in which values go forward
-only; its *crossing* is the bytes that go over it.
+only; its *crossing* is the number of bytes that cross it.
 
 Laws: an atom's operations are connected, and no path leaves an atom and comes back,
 so any choice of stages by atom is one of `prepare`, if values go forward only.
@@ -24,8 +24,7 @@ from torch_xla_pp.graph.mutation import Written, is_view
 from torch_xla_pp.graph.repeatable import constants_of
 from torch_xla_pp.graph.shard import SHARD
 
-# A border that is crossed by more than this many times the bytes of one near it is
-# no place to cut.
+# A border is not cut if more than this many times the bytes of one near it cross it.
 _MOST_CROSSING = 1.5
 
 
@@ -35,8 +34,8 @@ class Atom:
 
     Args:
         ops: Its operations, in program order; each operation is in one atom.
-        runs: What a stage of this atom alone runs: not its constants that others use,
-            but those of others that it uses.
+        runs: The operations of a stage of this atom alone: without its constants that
+            only others use, but with those of others that it uses.
     """
 
     ops: tuple[fx.Node, ...]
@@ -75,7 +74,7 @@ def atoms_of(
 
 
 class _Groups:
-    """Sets of operations that grow together; the first of a group stands for it."""
+    """Sets of operations that are joined; the first of a group stands for it."""
 
     def __init__(self, ops: Sequence[fx.Node]) -> None:
         self._above = {op: op for op in ops}
@@ -102,7 +101,7 @@ def _join_bound(
     written: Sequence[Written],
     regions: Mapping[fx.Node, int],
 ) -> None:
-    """Join what execution does not let apart, and checkpointed regions."""
+    """Join operations that must run in one stage, and checkpointed regions."""
     for memory in written:
         groups.join([memory.root, *memory.accesses, *memory.readers])
     first: dict[int, fx.Node] = {}
@@ -114,10 +113,11 @@ def _join_bound(
 
 
 def _join_free(groups: _Groups, ops: Sequence[fx.Node]) -> None:
-    """Join what costs nothing with what makes its operand, or else with a user.
+    """Join operations without cost with the maker of an operand, or else with a user.
 
-    So is what is computed of parameters alone, and what nothing uses; what is neither
-    made of something nor used, such as a counter's update, goes with the next one.
+    The same is done to operations on parameters alone, and to those that nothing uses;
+    one with neither operands nor users, such as a counter's update, is joined with the
+    next.
     """
     of_batch: set[fx.Node] = set()
     for op in ops:
@@ -152,7 +152,7 @@ def _ordered(groups: _Groups, ops: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _before(groups: _Groups, ops: Sequence[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
-    """Return for each group those that it uses values of."""
+    """Return for each group the groups whose values it uses."""
     before: dict[fx.Node, set[fx.Node]] = {groups.of(op): set() for op in ops}
     for op in ops:
         own = groups.of(op)
@@ -164,7 +164,7 @@ def _before(groups: _Groups, ops: Sequence[fx.Node]) -> dict[fx.Node, set[fx.Nod
 def _by_program(
     before: Mapping[fx.Node, set[fx.Node]], ops: Sequence[fx.Node]
 ) -> Iterator[fx.Node]:
-    """Yield groups after those that they use, and else as their first op is written."""
+    """Yield groups after those that they use, else in the order of their first op."""
     place = {op: i for i, op in enumerate(ops)}
     after: dict[fx.Node, list[fx.Node]] = {first: [] for first in before}
     for first, used in before.items():
@@ -187,10 +187,10 @@ def _borders(
     weights: Mapping[fx.Node, float],
     max_stages: int,
 ) -> list[int]:
-    """Return after how many groups to cut.
+    """Return the numbers of groups after which to cut.
 
-    No border is kept that is crossed by much more than another within half of what a
-    stage has to do, nor two of which an eighth of that is between.
+    A border is dropped if many more bytes cross it than another one within half of the
+    work of a stage, or if it is within an eighth of that work from another.
     """
     crossing = _crossing(ordered)
     sums = [0.0]
@@ -212,7 +212,7 @@ def _borders(
 
 
 def _crossing(ordered: Sequence[Sequence[fx.Node]]) -> list[int]:
-    """Return the bytes that go over each border."""
+    """Return the bytes that cross each border."""
     place = {op: i for i, group in enumerate(ordered) for op in group}
     change = [0] * len(ordered)
     for op, made in place.items():
@@ -239,7 +239,7 @@ def _runs(
 def _connected(run: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
     """Return the connected parts of a run of groups.
 
-    Each is as good as a run: a path that leaves it and comes back would be in the run.
+    Each may be an atom, as a path that leaves it and comes back would be in the run.
     """
     own = _Groups([op for group in run for op in group])
     for group in run:
@@ -255,7 +255,7 @@ def _connected(run: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
 def _with_constants(
     atoms: Sequence[Sequence[fx.Node]], constants: set[fx.Node]
 ) -> Iterator[Atom]:
-    """Yield atoms, each constant in the first that uses it, or in the first of all."""
+    """Yield atoms, each constant in the first one that uses it, else in the first."""
     used = [_reached(ops, constants) for ops in atoms]
     taken: set[fx.Node] = set()
     unused = constants.difference(*used)
@@ -266,7 +266,7 @@ def _with_constants(
 
 
 def _reached(ops: Iterable[fx.Node], constants: set[fx.Node]) -> set[fx.Node]:
-    """Return the constants that operations are computed from."""
+    """Return the constants that operations depend on."""
     found: set[fx.Node] = set()
     todo = list(ops)
     while todo:

@@ -1,8 +1,8 @@
-"""What a trace has built in, and whether it still holds.
+"""The values that a trace has built in, and whether they still hold.
 
 A traced stage follows the modes and the parameters of its own module, and the hooks of
-the whole of it. It cannot follow what else its forward or that of the model that was
-traced would read now, so that is refused.
+the module itself. It cannot follow changes of anything else that its forward, or that
+of the traced model, reads, so these are refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,13 +16,13 @@ from torch_xla_pp.graph.captured import Captured
 
 
 class Baked:
-    """What a trace has built in of the stage's own module.
+    """The values of the stage's own module that a trace has built in.
 
     Args:
-        captured: What the module reads from outside.
+        captured: The values that the module reads from outside.
     """
 
-    # Those of a stage itself are called.
+    # Hooks of a stage itself are called.
     _has_root_hooks = False
 
     def __init__(self, captured: Captured) -> None:
@@ -43,7 +43,7 @@ class Baked:
             )
 
     def _changes(self) -> str:
-        """Say what has changed."""
+        """Describe what has changed."""
         now = self._captured.number()
         if now == self._first:
             return ""
@@ -54,7 +54,7 @@ class Baked:
 
 
 class BakedModel(Baked):
-    """What a trace has built in of the model that was traced.
+    """The values of the traced model that a trace has built in.
 
     The stages have its parameters, but parts and other tensors of their own. The model
     is not kept alive, and parts of it may be deleted.
@@ -74,7 +74,7 @@ class BakedModel(Baked):
         self._buffers = _Versions({})
 
     def part_from(self, stage: nn.Module) -> None:
-        """Note that from now on a stage has its buffers for itself, on the device."""
+        """Note that from now on a stage has buffers of its own, on the device."""
         model = self._model()
         if model is not None:
             own = {name for name, _ in stage.named_buffers()}
@@ -85,7 +85,7 @@ class BakedModel(Baked):
         """Refuse changes since the trace; takes some 50 µs.
 
         Raises:
-            PipelineError: Something else was changed than parameters' values.
+            PipelineError: Something other than parameters' values was changed.
         """
         super().check()
         if found := self._buffers.written():
@@ -99,7 +99,7 @@ class BakedModel(Baked):
         return super()._changes() or self._replaced() or self._written()
 
     def _replaced(self) -> str:
-        """Say which parts, parameters and other tensors are other objects now."""
+        """Name the parts, parameters and other tensors that are other objects now."""
         model, count = self._model(), self._captured.num_walks
         if model is None or count == self._num_walks:
             return ""
@@ -111,25 +111,25 @@ class BakedModel(Baked):
         return found
 
     def _written(self) -> str:
-        """Say which tensors that are no parameters or buffers were written to."""
+        """Name the tensors, except parameters and buffers, that were written to."""
         return ", ".join(f"{name} was written to" for name in self._tensors.written())
 
 
 class _Versions(dict[str, tuple[Callable[[], Tensor | None], int]]):
-    """How often tensors were written to, by name; they are not kept alive."""
+    """The versions of tensors by name, which count writes; they are not kept alive."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         known = {n: x for n, x in tensors.items() if not x.is_inference()}
         super().__init__({n: (ref(x), x._version) for n, x in known.items()})
 
     def written(self) -> list[str]:
-        """Return the names of those that were written to since."""
+        """Return the names of the tensors that were written to since."""
         found = ((name, held(), version) for name, (held, version) in self.items())
         return [n for n, x, version in found if x is not None and x._version != version]
 
 
 def _held_by(model: nn.Module) -> dict[str, Any]:
-    """Return name → part, parameter, or other tensor but for buffers."""
+    """Return name → part, parameter, or other tensor, without buffers."""
     parts = {name: part for name, part in model.named_modules() if name}
     named = dict(model.named_parameters(remove_duplicate=False))
     return {**parts, **named, **_tensors_of(model)}

@@ -1,4 +1,4 @@
-"""How a traced module is called: names, pytrees, and what it returns.
+"""The call of a traced module: names and pytrees of arguments and results.
 
 The only place that touches torch.fx's private pytree code generator, by which
 exported modules take and return pytrees. (torch.fx has no public way to give a graph
@@ -20,7 +20,7 @@ class CallSpec:
     Args:
         names: Names of its arguments, positional ones first.
         inputs: Pytree of `(args, kwargs)`; None if they are flat tensors.
-        outputs: Pytree of what it returns; None if it is what the graph returns.
+        outputs: Pytree of its outputs; None if they are those of the graph.
     """
 
     names: tuple[str, ...]
@@ -29,7 +29,7 @@ class CallSpec:
 
     @classmethod
     def of(cls, graph: fx.Graph) -> "CallSpec":
-        """Return how the module of a graph is called."""
+        """Return the call of a graph's module."""
         codegen = graph._codegen
         if isinstance(codegen, _PyTreeCodeGen):
             info = codegen.pytree_info

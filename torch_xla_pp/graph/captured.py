@@ -1,19 +1,19 @@
-"""What Python code reads from outside of its arguments.
+"""Values that Python code reads from outside of its arguments.
 
-A compiled program has built in what was read while it was traced. Whoever compares
-what is read now with what was read then knows whether the trace still holds.
+A compiled program has built in the values that were read while it was traced. Comparing
+them with those that are read now shows whether the trace still holds.
 
-Terms: a *finding* is a label and what was found there, by value for numbers, texts and
-the like, by identity for all else. What was looked into is *watched*: as long as every
-container holds the same objects, nothing needs to be looked at again. That takes some
-2 µs per module, a look some hundred.
+Terms: a *finding* is a label and the value that was found there, compared by value for
+numbers, texts and the like, by identity for everything else. Containers that were
+looked into are *watched*: as long as every one of them holds the same objects, nothing
+needs to be looked at again. Watching takes some 2 µs per module, looking some hundred.
 
 Followed are: functions into their closures, defaults, the globals that they name, and
 the methods of classes that they name; modules into their attributes, hooks and parts;
-other objects into the attributes that some function names. Of code that is installed
-(as the standard library is) only the names count, and PyTorch's own is not looked at.
-Not seen are: changes inside of objects that are none of these, such as open files, and
-globals of functions that no followed one names.
+other objects into the attributes that some function names. Of installed code (such as
+the standard library) only the names count, and PyTorch's own is not looked at. Not seen
+are: changes inside objects that are none of these, such as open files, and globals
+of functions that no followed one names.
 """
 
 import re
@@ -40,9 +40,9 @@ from torch_xla_pp.graph.modes import OtherMode, is_set
 _NUMBERS = (int, float, complex, np.generic)
 _BY_VALUE = (*_NUMBERS, str, bytes, range, type(None), torch.dtype, torch.device)
 _ALWAYS_CALLED = frozenset({"forward", "__call__"})
-# Code that names one of these may read attributes whose names it computes.
+# Functions with which code may read attributes whose names it computes.
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "__getattr__", "__getattribute__"})
-# What torch's modules read of themselves when they are called.
+# Attributes that torch's modules read of themselves when they are called.
 _READ_BY_MODULES = frozenset(
     {
         "training",
@@ -58,7 +58,7 @@ _READ_BY_MODULES = frozenset(
 )
 _TORCH = ("torch", "torch_xla")
 _OPAQUE = (*_TORCH, "torch_xla_pp", "logging", "threading", "weakref")
-# What every module has.
+# Attributes of every module.
 _BASE = frozenset(vars(nn.Module()))
 _BASE_OF_GRAPHS = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph())))
 _BASE_OF_GRAPHS |= {"_graph", "_code", "_lineno_map", "_prologue_start", "meta"}
@@ -87,18 +87,18 @@ class _Same:
 
 
 class Captured:
-    """The numbered states of what a function or module reads from outside.
+    """The numbered states of the values that a function or module reads from outside.
 
-    The values of a module's own parameters and buffers do not count, as programs are
-    given those; what they look like and `requires_grad` do.
+    The values of a module's own parameters and buffers do not count, as programs get
+    them as arguments; their metadata and `requires_grad` do.
 
     Args:
         root: What is called.
-        is_kept: Whether it is kept alive; the state of one that is gone is its last.
+        is_kept: Whether it is kept alive; if not, its last state counts after its end.
 
     Attributes:
-        num_walks: How often something was found in a container that was not there
-            before; between two of them every container held the same objects.
+        num_walks: How often a container had changed; between two of these every
+            container held the same objects.
     """
 
     def __init__(self, root: Any, *, is_kept: bool = True) -> None:
@@ -113,7 +113,7 @@ class Captured:
         """Return the number of the present state, equal for equal states."""
         root = self._root()
         if root is None:
-            # What is watched may hold parts of it.
+            # Watched containers may hold parts of it.
             self._watch = None
             return self._current
         if self._watch is None or not self._watch.is_same():
@@ -126,14 +126,14 @@ class Captured:
         return self._current
 
     def difference(self, old: int, new: int) -> str:
-        """Say what differs between two states, e.g. "drop.p: 0.1 -> 0.2"."""
+        """Describe what differs between two states, e.g. "drop.p: 0.1 -> 0.2"."""
         return ", ".join(
             f"{label}: {_shown(before)} -> {_shown(after)}"
             for label, (before, after) in self._changes(old, new).items()
         )
 
     def values_changed(self, old: int, new: int) -> str:
-        """Say which values and functions differ, save for `training` and hooks."""
+        """Name the values and functions that differ, except `training` and hooks."""
         return ", ".join(
             f"{label}: {_shown(before)} -> {_shown(after)}"
             for label, (before, after) in self._changes(old, new).items()
@@ -141,12 +141,12 @@ class Captured:
         )
 
     def hooks_changed(self, old: int, new: int, *, of_root: bool) -> str:
-        """Say which parts have other hooks, and the root if that counts."""
+        """Name the parts with other hooks, and the root if that counts."""
         found = ((label, _HOOK.search(label)) for label in self._changes(old, new))
         return ", ".join(label for label, m in found if m and (of_root or m["part"]))
 
     def _changes(self, old: int, new: int) -> dict[str, tuple[Any, Any]]:
-        """Return label → what was found before and after."""
+        """Return label → the findings before and after."""
         states = list(self._known)
         before, after = dict(states[old]), dict(states[new])
         labels = sorted({label for label, _ in states[old] ^ states[new]})
@@ -154,7 +154,7 @@ class Captured:
 
 
 def captured_by(root: Any) -> frozenset[tuple[str, Any]]:
-    """Return what a function or module reads from outside: label, value."""
+    """Return what a function or module reads from outside, as label and value."""
     return frozenset(_walked(root, set(_ALWAYS_CALLED)).findings)
 
 
@@ -182,7 +182,7 @@ def _shown(found: Any) -> str:
 
 
 class _Watch:
-    """What containers held, to tell whether they still do."""
+    """The contents of containers, to tell whether they have changed."""
 
     def __init__(self) -> None:
         self._empty: list[Any] = []
@@ -209,7 +209,7 @@ class _Watch:
     def add_module(self, module: nn.Module) -> None:
         """Watch the attributes that not every module has, and `training`."""
         held = vars(module)
-        # Two at least, for a tuple. A compiled module has no mode of its own.
+        # At least two, for a tuple. A compiled module has no mode of its own.
         mode = ["training"] if "training" in held else []
         others = (x for x in held if x not in _BASE)
         names = ["_modules", "_modules", *mode, *others]
@@ -234,11 +234,11 @@ class _Watch:
         self._flags.append((value.requires_grad, value.dtype))
 
     def add_buffers(self, buffers: dict[str, Any]) -> None:
-        """Watch what buffers look like; their objects change in every step."""
+        """Watch the metadata of buffers; their objects change in every step."""
         self._buffers.append((buffers, dict(buffers)))
 
     def is_same(self) -> bool:
-        """Return whether nothing has changed that was watched."""
+        """Return whether nothing that is watched has changed."""
         try:
             return self._is_same()
         except KeyError:
@@ -272,7 +272,7 @@ class _Watch:
 
 
 def _look_alike(now: dict[str, Any], then: dict[str, Any]) -> bool:
-    """Return whether buffers look as they did; remembers new ones that do."""
+    """Return whether buffers have the same metadata; remembers new ones that have."""
     if all(map(is_, now.values(), then.values())) and list(now) == list(then):
         return True
     if {k: _look(v) for k, v in now.items()} != {k: _look(v) for k, v in then.items()}:
@@ -286,15 +286,15 @@ def _look(value: Tensor | None) -> Any:
 
 
 class _Walk:
-    """A walk over all that is read, starting from a function or module.
+    """A walk over all values that are read, starting from a function or module.
 
     Args:
         root: Where to start.
-        names: What the code so far names; grows by what is found.
+        names: The names in the code so far; grows with the code that is found.
 
     Attributes:
-        findings: Label → what was found.
-        watch: What was looked into.
+        findings: Label → the value that was found.
+        watch: The containers that were looked into.
     """
 
     def __init__(self, root: Any, names: set[str]) -> None:
@@ -302,7 +302,7 @@ class _Walk:
         self.watch = _Watch()
         self._names = names
         self._seen: set[int] = set()
-        # What is made during the walk must be kept alive, or its id is used again.
+        # Objects made during the walk must be kept alive, or ids are reused.
         self._kept: list[Any] = []
         self._names_of: dict[int, str] = {}
         self._own = set(root.modules()) if isinstance(root, nn.Module) else set()
@@ -320,7 +320,7 @@ class _Walk:
         self._kept.append(value)
         match value:
             case OtherMode():
-                # What it holds are parts of a graph that the stage does not have now.
+                # It holds parts of a graph that the stage does not have now.
                 return
             case nn.Module():
                 self._visit_module(label, value)
@@ -376,7 +376,7 @@ class _Walk:
             elif name in ("_parameters", "_buffers") and module in self._own:
                 self._visit_tensors(dot, value, is_buffer=name == "_buffers")
             elif name in _READ_BY_MODULES and isinstance(value, dict):
-                # Hooks, by numbers that count up.
+                # Hooks, keyed by increasing numbers.
                 self.watch.add(value)
                 hooks = enumerate(value.values())
                 self._add((f"{dot}{name}[{i}]", hook) for i, hook in hooks)
@@ -390,7 +390,7 @@ class _Walk:
     def _visit_tensors(
         self, dot: str, held: dict[str, Any], *, is_buffer: bool
     ) -> None:
-        """Look at parameters or buffers that programs are given the values of."""
+        """Look at parameters or buffers, whose values programs get as arguments."""
         self.watch.add_buffers(held) if is_buffer else self.watch.add(held)
         for name, value in held.items():
             found = _look(value)
@@ -454,7 +454,7 @@ class _Walk:
         self._add([(f"{label} defaults", function.__kwdefaults__ or ())])
 
     def _visit_namespace(self, module: ModuleType) -> None:
-        """Look at what functions name of a Python module that is not installed."""
+        """Look at what functions name of a Python module, unless it is installed."""
         if _is_installed(getattr(module, "__file__", None) or "<built in>"):
             return
         known = vars(module)
@@ -464,7 +464,7 @@ class _Walk:
 
 
 def _exactly(value: Any) -> tuple[type, Any]:
-    """Return a text for numbers that are equal and yet differ, such as 0.0 and -0.0."""
+    """Return a text that distinguishes equal numbers such as 0.0 and -0.0."""
     is_number = isinstance(value, (float, complex, np.generic))
     return type(value), repr(value) if is_number else value
 

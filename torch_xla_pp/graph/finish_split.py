@@ -1,4 +1,4 @@
-"""Give calls to the stages that a prepared model was cut into, and describe them."""
+"""Restore the calls of a prepared model that was cut, and describe its stages."""
 
 import operator
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from torch_xla_pp.mesh import LogicalAxes
 
 
 def finish_split(split: fx.GraphModule, prepared: Prepared) -> None:
-    """Let the first stage take what the model takes and the last return what it does.
+    """Let the first stage take the model's arguments and the last return its outputs.
 
     Args:
         split: The model whose `call_module` nodes are the stages, changed in place.
@@ -125,7 +125,7 @@ def _edges(nodes: Sequence[fx.Node], modules: Sequence[nn.Module]) -> list[Stage
 
 
 def _axes(module: Any, index: int) -> LogicalAxes | None:
-    """Return the logical axes of a result, which a submodule may have computed."""
+    """Return the logical axes of a result, also of one that a submodule computes."""
     node, output = _source(_results(module)[index])
     if not isinstance(node, fx.Node):
         return None
@@ -154,7 +154,7 @@ def _results(module: Any) -> list[Any]:
 
 
 def _source(value: Any) -> tuple[Any, int]:
-    """Return the node that makes `value` and the index of the output it is."""
+    """Return the node that makes `value`, and the index among its outputs."""
     if isinstance(value, fx.Node) and value.target is operator.getitem:
         return value.args[0], int(value.args[1])  # type: ignore[arg-type]
     return value, 0

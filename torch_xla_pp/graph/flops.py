@@ -12,10 +12,10 @@ _logger = logging.getLogger(__name__)
 
 
 class _Flat(nn.Module):
-    """A traced module that takes flat inputs, and notes what each op counts.
+    """A traced module that takes flat inputs, and counts the FLOPs of each op.
 
     Attributes:
-        counts: Name of an op → what the counter has counted for it.
+        counts: Name of an op → its count.
     """
 
     def __init__(self, traced: fx.GraphModule, counter: FlopCounterMode) -> None:
@@ -30,7 +30,7 @@ class _Flat(nn.Module):
 
 
 class _Counting(fx.Interpreter):
-    """Runs a graph op by op, and looks at a counter after each."""
+    """An interpreter of a graph that reads a counter after each op."""
 
     def __init__(
         self, traced: fx.GraphModule, counter: FlopCounterMode, counts: dict[str, int]
@@ -69,7 +69,7 @@ def flops_by_op(traced: fx.GraphModule) -> dict[str, int]:
     module = _Flat(traced, counter)
     held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     examples = _examples(traced)
-    # A model on meta is traced as if it were on the host.
+    # Models on meta are traced as if they were on the host.
     homes = [x.device for x in examples if isinstance(x, Tensor)]
     home = homes[0] if homes else None
     with torch.no_grad(), mode:
@@ -80,7 +80,7 @@ def flops_by_op(traced: fx.GraphModule) -> dict[str, int]:
 
 
 def _counter() -> FlopCounterMode:
-    """Return a counter that knows attention on the host, where models are traced."""
+    """Return a counter that also counts the attention of the host."""
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
     def count(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:

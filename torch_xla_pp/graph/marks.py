@@ -20,7 +20,7 @@ torch.library.define(_NAME, "(Tensor[] values, str name) -> Tensor[]")
 
 
 def _copy(values: Sequence[Tensor], name: str) -> list[Tensor]:
-    """Return copies: an operator must not return an alias of what it takes."""
+    """Return copies: an operator must not return an alias of its operands."""
     return [value.clone() for value in values]
 
 
@@ -45,17 +45,17 @@ torch.library.register_autograd(_NAME, _backward)
 
 YIELD = torch.ops.torch_xla_pp.pipeline_yield.default
 
-# A yield whose results are unused must stay visible, to be refused.
+# A yield with unused results must stay in the graph, to be refused.
 fx.node.has_side_effect(YIELD)
 
 
 def pipeline_yield(*values: Any, name: str | None = None) -> Any:
     """Mark that `values` are the end of a stage, and return them.
 
-    A stage holds what its yielded values depend on and no earlier stage holds. What
-    comes after uses the returned values. Yields that do not depend on each other
-    make stages that run at the same time; what the model's outputs depend on beyond
-    all yields is the last stage. Outside of `pipeline` this is the identity.
+    A stage holds what its yielded values depend on and no earlier stage holds. Later
+    operations use the returned values. Yields that do not depend on each other make
+    stages that run at the same time; what the model's outputs depend on beyond all
+    yields is the last stage. Outside of `pipeline` this is the identity.
 
     Work that feeds no yield goes with its operands: into the latest stage that
     makes one of them, the last stage if one of them was yielded. Work on inputs and

@@ -1,54 +1,71 @@
 """Traced stages that can be trained and evaluated, as the model that was traced can.
 
 A trace has the mode of its model built in: whether dropout drops, what a batch norm
-normalizes by, and all that Python chose by `training`. A model that reads `training` is
-therefore traced once in each mode, and a stage has a *graph* for each over the same
-parameters and buffers. The `training` flags of the stage's modules, which `train()`
-and `eval()` set, tell which one counts.
+normalizes by, and every branch that Python took by `training`. A model that reads
+`training` is therefore traced once in each mode, and a stage has a *graph* for each
+over the same parameters and buffers. The `training` flags of the stage's modules, which
+`train()` and `eval()` set, select the graph.
 """
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from torch_xla_pp.deferred import value_of
 from torch_xla_pp.errors import PipelineError, PlanError
 
 _KEY = "torch_xla_pp_modes"
-# A part of stages of models whose modules were in different modes when traced.
+# Marks stages of models whose modules were in different modes when traced.
 _MIXED = "mixed_mode"
+# A class that has its own may switch more than flags.
+_SWITCHES = {"train", "eval"}
 
 
 @dataclass(eq=False, slots=True)
-class _Modes:
+class StageModes:
     """The graphs of a stage, by mode.
 
     Args:
         parts: The modules whose flags count.
-        graphs: Flags of the parts → graph.
-        current: Flags of the graph that the stage has now.
+        graphs: Flags of the parts → graph; first those of the model when it was traced.
+        current: Flags of the present graph.
         reason: Why there is no graph for other flags.
+        others: A graph, number of other shapes → the same graph for those shapes.
     """
 
     parts: tuple[nn.Module, ...]
     graphs: dict[tuple[bool, ...], fx.Graph] = field(default_factory=dict)
     current: tuple[bool, ...] = ()
     reason: str = ""
+    others: dict[tuple[fx.Graph, int], fx.Graph] = field(default_factory=dict)
 
     def flags(self) -> tuple[bool, ...]:
+        """Return the present flags of the parts."""
         return tuple([part.training for part in self.parts])
+
+    @property
+    def graph(self) -> fx.Graph:
+        """Return the present graph of the stage."""
+        return self.graphs[self.current]
+
+
+def modes_of(stage: nn.Module) -> StageModes:
+    """Return the graphs of a traced stage."""
+    found: StageModes = stage.meta[_KEY]  # type: ignore[index,assignment]
+    return found
 
 
 @contextlib.contextmanager
 def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Let a module be in another mode for a while, with all of its parts."""
+    """Put a module and all of its parts into another mode for a while."""
     before = [(part, part.training) for part in module.modules()]
     module.train(training)
     try:
@@ -77,7 +94,7 @@ def begin_modes(stage: fx.GraphModule, model: nn.Module, *, is_switched: bool) -
     if has_mixed_mode(model):
         stage.add_module(_MIXED, nn.Module())
         stage.get_submodule(_MIXED).training = not model.training
-    modes = _Modes(tuple(stage.modules()))
+    modes = StageModes(tuple(stage.modules()))
     modes.current = modes.flags()
     modes.graphs[modes.current] = stage.graph
     if not is_switched:
@@ -87,7 +104,7 @@ def begin_modes(stage: fx.GraphModule, model: nn.Module, *, is_switched: bool) -
 
 
 class OtherMode(nn.Module):
-    """The parts of a graph for another mode, out of the module's sight.
+    """The parts of a graph for another mode, hidden from the module.
 
     They are attributes, not submodules: their tensors are those of the stage, which
     lists them once.
@@ -107,21 +124,21 @@ def add_mode(
 
     Args:
         stage: The stage's module.
-        other: What it is in the other mode.
+        other: The same stage in the other mode.
         names: Names of the model's parameters and buffers. A trace of a model without
             memory has objects of its own for them.
-        training: Which mode the other one is.
+        training: Whether the other mode is training.
 
     Raises:
         PlanError: Parts of the same name have different constants.
     """
-    modes: _Modes = stage.meta[_KEY]
+    modes = modes_of(stage)
     hidden = OtherMode()
     prefix = "in_training" if training else "in_evaluation"
     for node in other.graph.nodes:
         if node.op not in ("get_attr", "call_module"):
             continue
-        value, own = _item(other, node.target), _item(stage, node.target)
+        value, own = item_of(other, node.target), item_of(stage, node.target)
         if isinstance(value, nn.Module):
             first = str(node.target).partition(".")[0]
             vars(hidden)[first] = getattr(other, first)
@@ -141,10 +158,10 @@ def add_mode(
 def _share_tensors(
     stage: nn.Module, name: str, part: nn.Module, names: Collection[str]
 ) -> None:
-    """Let a part share the tensors of the stage's part, also when they are replaced."""
+    """Let a part share the tensors of the stage's part, even when they are replaced."""
     if not part._parameters and not part._buffers:
         return
-    own = _item(stage, name)
+    own = item_of(stage, name)
     if own is None:
         own = nn.Module()
         _put(stage, name, own)
@@ -152,24 +169,35 @@ def _share_tensors(
         ours, theirs = getattr(own, attribute), getattr(part, attribute)
         for key, value in theirs.items():
             is_known = f"{name}.{key}" in names
-            if ours.setdefault(key, value) is not value and not is_known:
+            mine = ours.setdefault(key, value)
+            if not is_known and not _are_equal(mine, value):
                 raise PlanError(f"{name}.{key} has another value in this mode")
         setattr(part, attribute, ours)
     own._non_persistent_buffers_set |= part._non_persistent_buffers_set  # type: ignore[union-attr]
 
 
+def _are_equal(first: Tensor | None, second: Tensor | None) -> bool:
+    """Return whether constants of two traces have the same value."""
+    if first is None or second is None or first is second:
+        return first is second
+    values = [value_of(x) if x.is_meta else x for x in (first, second)]
+    if values[0] is None or values[1] is None or first.dtype != second.dtype:
+        return False
+    return torch.equal(values[0], values[1])
+
+
 def refuse_modes(stage: fx.GraphModule, reason: str) -> None:
-    """Say why a stage has no graph for other modes."""
+    """Note why a stage has no graph for other modes."""
     stage.meta[_KEY].reason = reason
 
 
 def follow_mode(module: Any) -> None:
-    """Let a stage have the graph for its mode; takes some µs if nothing changed.
+    """Give a stage the graph of its mode; takes some µs if nothing changed.
 
     Raises:
         PipelineError: There is none.
     """
-    modes: _Modes | None = getattr(module, "meta", {}).get(_KEY)
+    modes: StageModes | None = getattr(module, "meta", {}).get(_KEY)
     if modes is None or (flags := modes.flags()) == modes.current:
         return
     if flags not in modes.graphs:
@@ -185,7 +213,7 @@ def follow_mode(module: Any) -> None:
 
 def for_each_mode(module: Any, change: Callable[[nn.Module], None]) -> None:
     """Change a stage's graph, in all modes."""
-    modes: _Modes | None = getattr(module, "meta", {}).get(_KEY)
+    modes: StageModes | None = getattr(module, "meta", {}).get(_KEY)
     if modes is None:
         change(module)
         return
@@ -195,7 +223,7 @@ def for_each_mode(module: Any, change: Callable[[nn.Module], None]) -> None:
     module.graph = modes.graphs[modes.current]
 
 
-def _shown(module: nn.Module, modes: _Modes) -> str:
+def _shown(module: nn.Module, modes: StageModes) -> str:
     names = {id(part): name for name, part in module.named_modules()}
     flags = modes.flags()
     if len(set(flags)) == 1:
@@ -209,8 +237,8 @@ def _shown(module: nn.Module, modes: _Modes) -> str:
     return ", ".join(found)
 
 
-def _item(module: nn.Module, target: str) -> torch.Tensor | nn.Module | None:
-    """Return what a graph reads of a module, None if it has nothing there."""
+def item_of(module: nn.Module, target: str) -> torch.Tensor | nn.Module | None:
+    """Return what a graph reads of a module by its target, None if it is not there."""
     value: object = module
     # Names of submodules may have dots.
     for name in str(target).split("."):
@@ -232,11 +260,18 @@ def _put(module: Any, target: str, value: torch.Tensor | nn.Module | None) -> No
         module.add_module(key, value)
 
 
-def reads_training(module: nn.Module) -> bool:
+def reads_training(module: nn.Module, traced: Iterable[CodeType]) -> bool:
     """Return whether a module may behave differently in another mode.
 
-    Told by the code of its parts and of the functions that this names.
+    Judged by the code that ran when it was traced, that of its parts, which the tracer
+    may have called as a whole, and that of functions that these name.
+
+    Args:
+        module: The module.
+        traced: The code of functions that the tracer has gone through.
     """
+    if any("training" in _names_in(code) for code in traced):
+        return True
     seen: set[CodeType] = set()
     known: set[type] = set()
     for part in module.modules():
@@ -245,9 +280,11 @@ def reads_training(module: nn.Module) -> bool:
         if any(_reads_training(value, seen) for value in own):
             return True
         for cls in type(part).__mro__:
-            if cls in (nn.Module, fx.GraphModule) or cls in known:
+            if cls in (object, nn.Module, fx.GraphModule) or cls in known:
                 continue
             known.add(cls)
+            if not _SWITCHES.isdisjoint(vars(cls)):
+                return True
             if any(_reads_training(value, seen) for value in vars(cls).values()):
                 return True
     return False

@@ -1,4 +1,4 @@
-"""Which nodes of a traced graph write into tensors, and what that ties together.
+"""The nodes of a traced graph that write into tensors, and the nodes that this binds.
 
 A traced graph may write in place: into buffers, and into activations that other nodes
 have views of. Its edges do not show that, so before nodes are moved to stages the
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-# Their schemas do not say that in training they update running statistics.
+# Their schemas do not show that in training they update running statistics.
 _STATISTICS = {
     torch.ops.aten.batch_norm.default: ((3, 4), 5),
     torch.ops.aten.instance_norm.default: ((3, 4), 5),
@@ -30,7 +30,7 @@ class Written:
     Args:
         root: The node that owns it.
         accesses: The ops up to the last write; they must run in one stage.
-        readers: Ops that read it after the last write through what was made before.
+        readers: Ops that read it after the last write, through views made before it.
     """
 
     root: fx.Node
@@ -46,14 +46,14 @@ class Written:
     def bound(self) -> tuple[fx.Node, ...]:
         """Return the ops that must run in one stage.
 
-        Every stage has its own copy of a buffer. An activation is sent when the stage
-        that made it has run, with all its writes in it.
+        Every stage has its own copy of a buffer. An activation is sent after the stage
+        that makes it, with all writes to it.
         """
         return self.accesses + self.readers if self.is_buffer else self.accesses
 
 
 def name_writes(graph: fx.Graph) -> None:
-    """Let nodes that read a tensor after a write into it use the write's result.
+    """Let nodes that read a tensor after a write use the write's result.
 
     The data dependency is then an edge of the graph. Views that were made before the
     write are left as they are, see `written_memory`.
@@ -70,8 +70,8 @@ def name_writes(graph: fx.Graph) -> None:
 def written_memory(graph: fx.Graph, marks: Sequence[Any]) -> list[Written]:
     """Return the memory that a graph writes in place, after `name_writes`.
 
-    Nodes whose target is one of `marks` are not accesses. What reads the result of the
-    last write sees the right value in any stage and is not an access either.
+    Nodes whose target is one of `marks` are not accesses. A node that reads the result
+    of the last write sees the right value in any stage, and is not an access either.
     """
     roots = _roots(graph)
     last_write: dict[fx.Node, fx.Node] = {}

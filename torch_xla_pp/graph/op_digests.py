@@ -1,8 +1,8 @@
-"""What each operation of a traced model is, as a short text, to compare models by.
+"""Digests of the operations of a traced model, to compare models by.
 
-Equal are operations of one kind on operands of equal names, with equal arguments and
-parameters of equal shapes. Sizes are left out, as they may be those of a batch; what
-names a dimension is not.
+Operations of one kind on operands of equal names, with equal arguments and parameters
+of equal shapes, have equal digests. Sizes are left out, as they may be those of a
+batch; numbers of dimensions are not.
 """
 
 import hashlib
@@ -21,15 +21,15 @@ def digest_ops(graph: fx.Graph, ops: Iterable[fx.Node]) -> dict[str, str]:
 
     Args:
         graph: The traced graph.
-        ops: The operations, after `normalize` and without marks. What the model
-            returns counts as one more, `output`.
+        ops: The operations, after `normalize` and without marks. The model's results
+            count as one more, `output`.
     """
     (output,) = graph.find_nodes(op="output")
     return {op.name: _digest(_parts(op)) for op in [*ops, output]}
 
 
 def describe_op(op: fx.Node) -> str:
-    """Return an operation with its operands, as it counts in its digest."""
+    """Return the text of an operation, from which its digest is made."""
     kind, value, *arguments = _parts(op)
     return f"{kind}({', '.join(map(str, arguments))}){value}"
 
@@ -43,7 +43,7 @@ def _parts(op: fx.Node) -> list[Any]:
 
 
 def _kind(target: str | Callable[..., Any]) -> str:
-    """Return the name of what an operation calls, without an address."""
+    """Return the name of the function that an operation calls, without an address."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     return str(getattr(target, "__name__", target))
@@ -72,7 +72,7 @@ def _arguments(op: fx.Node) -> Iterator[str]:
 
 
 def _operand(node: fx.Node) -> str:
-    """Return a value's name, of a parameter with its shape."""
+    """Return a value's name, for a parameter with its shape."""
     if node.op != "get_attr":
         return str(node.name)
     value: Any = node.graph.owning_module

@@ -1,7 +1,7 @@
 """Attributes of torch that are replaced for a while, where it has no switch.
 
-Each use is a context manager that says what is put in place of what, why upstream
-needs it, and when it can go.
+Each use is a context manager whose docstring says what is replaced, why, and when the
+patch can go.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     Args:
         owner: The module or class.
         name: The attribute.
-        value: What it is inside of the context.
+        value: Its value inside the context.
 
     Raises:
         AttributeError: There is no such attribute, e.g. in another version of torch.

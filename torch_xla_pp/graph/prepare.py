@@ -1,11 +1,12 @@
-"""Rewrite a traced graph so that cutting it at marks gives the stages that are meant.
+"""Rewrite a traced graph so that cutting it at marks gives the intended stages.
 
-Afterwards the ops of a stage stand together, with one mark between two stages, and all
-that crosses from stage to stage is a tensor that an earlier stage returns:
+Afterwards the ops of a stage are adjacent, with one mark between two stages, and every
+value that crosses between stages is a tensor that an earlier stage returns:
 
 * the first stage takes all inputs of the model, in the model's order, and returns
   those that later stages read;
-* the last stage takes and returns the outputs of the model that earlier ones make.
+* the last stage takes the outputs of the model that earlier stages make, and returns
+them.
 
 Both are done with `carry` nodes, which do nothing; `finish_split` takes them out again.
 """
@@ -35,14 +36,16 @@ from torch_xla_pp.graph.vmaps import flatten_vmaps
 
 T = TypeVar("T")
 
+_VIEW = torch.ops.aten.view.default
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """What `finish_split` must know about the model that was cut.
+    """The facts about a model before its cut that `finish_split` needs.
 
     Args:
         names: The stages' names.
-        call: How the model is called and what it returns.
+        call: The call of the model.
     """
 
     names: tuple[str, ...]
@@ -63,8 +66,8 @@ def prepare(
         traced: The model, as exported for training.
         split_mark: Target of the nodes at which it will be cut; those that are there
             count as position marks.
-        given: The stage of every op by the names that they have after `normalize`;
-            marks and yields then count for nothing.
+        given: The stage of every op, by its name after `normalize`; marks and yields
+            are then ignored.
 
     Raises:
         PlanError: The model cannot be cut as its marks and yields say, or as is given.
@@ -96,7 +99,7 @@ def prepare(
 def normalize(traced: fx.GraphModule, split_mark: Any) -> list[Written]:
     """Bring a traced model into the form in which stages are chosen, in place.
 
-    Equal models have the same ops by the same names then.
+    Equal models then have the same ops with the same names.
 
     Args:
         traced: The model, as exported for training.
@@ -106,15 +109,18 @@ def normalize(traced: fx.GraphModule, split_mark: Any) -> list[Written]:
         The memory that is written in place.
 
     Raises:
-        PlanError: The model has what cannot be split.
+        PlanError: The model has operations that cannot be split.
     """
     marks = (YIELD, split_mark)
     _merge_attributes(traced.graph)
+    _leave_strangers(traced.graph)
     inline_contexts(traced)
     check_bodies(traced, marks)
     flatten_vmaps(traced, marks)
     name_writes(traced.graph)
-    return written_memory(traced.graph, marks)
+    written = written_memory(traced.graph, marks)
+    _reshape(traced.graph, written)
+    return written
 
 
 def _merge_attributes(graph: fx.Graph) -> None:
@@ -126,10 +132,39 @@ def _merge_attributes(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def _leave_strangers(graph: fx.Graph) -> None:
+    """Count modules that a submodule calls, but does not contain, as its own ops.
+
+    An example is an activation that is a global module; a submodule may also call its
+    own attributes, as a parametrization does. Upstream refuses to cut such models.
+    """
+    for node in graph.nodes:
+        parent, own = "", {}
+        for key, (path, kind) in node.meta.get("nn_module_stack", {}).items():
+            name = path.partition("@")[0]
+            if not parent or name.startswith(f"{parent}."):
+                parent, own[key] = name, (path, kind)
+        if own:
+            node.meta["nn_module_stack"] = own
+
+
+def _reshape(graph: fx.Graph, written: Sequence[Written]) -> None:
+    """Let views of values that are never written to copy where they must.
+
+    The strides of a value depend on the device. After an attention on the CPU
+    `transpose(1, 2).contiguous()` does nothing and leaves no op, but the `view` behind
+    it needs one elsewhere.
+    """
+    accesses = {op for memory in written for op in memory.accesses}
+    for node in graph.find_nodes(op="call_function", target=_VIEW):
+        if node not in accesses:
+            node.target = torch.ops.aten.reshape.default
+
+
 def _check_written(written: Sequence[Written], stages: Mapping[fx.Node, int]) -> None:
     """Refuse memory that is written in one stage and used in another.
 
-    The other would miss the write.
+    The other stage would miss the write.
     """
     faults = []
     for memory in written:
@@ -150,7 +185,7 @@ def _check_written(written: Sequence[Written], stages: Mapping[fx.Node, int]) ->
 
 
 def _stale_readers(memory: Written, stages: Mapping[fx.Node, int]) -> Iterator[fx.Node]:
-    """Yield those readers that would get a value without the writes."""
+    """Yield the readers that would get a value without the writes."""
     stage = stages[memory.accesses[-1]]
     is_sent_written = stages.get(memory.root) == stage
     for op in memory.readers:
@@ -177,7 +212,7 @@ def _separate_written(
 
 
 def erase_marks(graph: fx.Graph, split_mark: Any) -> None:
-    """Replace what yields return by what they take, and drop all marks."""
+    """Replace the results of yields by their operands, and drop all marks."""
     for node in list(graph.nodes):
         if is_yielded(node):
             source, index = node.args
@@ -204,7 +239,7 @@ def _carry_inputs(graph: fx.Graph, stages: Mapping[fx.Node, int]) -> dict[fx.Nod
 def _carry_outputs(
     graph: fx.Graph, stages: Mapping[fx.Node, int], last: int
 ) -> dict[fx.Node, int]:
-    """Let the last stage return what earlier stages and the model itself hold."""
+    """Let the last stage return outputs that earlier stages or the model hold."""
     output = _output_of(graph)
     carried = {}
     for node in output.all_input_nodes:
@@ -216,7 +251,7 @@ def _carry_outputs(
 
 
 def _carried(graph: fx.Graph, node: fx.Node, before: fx.Node) -> fx.Node:
-    """Make a node that carries a value, as part of no submodule."""
+    """Make a node that carries a value, and is part of no submodule."""
     with graph.inserting_before(before):
         copy = graph.create_node("call_function", carry, (node,), name=node.name)
     copy.meta["val"] = node.meta.get("val")
@@ -244,7 +279,7 @@ def _check_values(stages: Mapping[fx.Node, int]) -> None:
 
 
 def _pairs(stages: Mapping[fx.Node, int]) -> Iterator[tuple[int, int]]:
-    """Yield for each value that crosses its producing and its consuming stage."""
+    """Yield the producing and the consuming stage of each value that crosses."""
     for node, stage in stages.items():
         for user in node.users:
             if stages.get(user, stage) != stage:

@@ -1,4 +1,4 @@
-"""Parts of a traced graph that hold ops apart: bodies of operators.
+"""Parts of a traced graph that hold ops of their own: bodies of operators.
 
 Only the top level of a graph can be cut into stages.
 """
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from torch_xla_pp.errors import PlanError
 
@@ -18,9 +19,10 @@ _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 def inline_contexts(traced: fx.GraphModule) -> None:
     """Put the ops of `torch.no_grad` and disabled autocast blocks into the graph.
 
-    An exported graph keeps such a block as a body of an operator. Without gradients is
-    the same as detached; autocast that is disabled for the host, where the model was
-    traced, means nothing on the XLA device. Blocks that hold others are left alone.
+    An exported graph keeps such a block as a body of an operator. A block without
+    gradients is replaced by detached values; autocast that is disabled for the host,
+    where the model was traced, has no effect on the XLA device. Blocks that contain
+    others are left alone.
     """
     for node in list(traced.graph.nodes):
         is_no_grad = node.target is _SET_GRAD and node.args[0] is False
@@ -35,14 +37,17 @@ def inline_contexts(traced: fx.GraphModule) -> None:
 def _inline_body(
     traced: fx.GraphModule, node: fx.Node, at: int, *, detaches: bool
 ) -> None:
-    """Replace the call of a body by the body's ops; argument `at` names the body."""
+    """Replace the call of a body by its ops; the body is argument number `at`."""
     (name, *inputs) = [x for x in node.args[at:] if isinstance(x, fx.Node)]
     body = _attribute(traced, str(name.target))
     inline_contexts(body)
     if body.graph.find_nodes(op="get_attr"):
         return
+    known = set(traced.graph.nodes)
     results = inline(traced, body, node, inputs)
     if detaches:
+        for copied in [n for n in traced.graph.nodes if n not in known]:
+            _detach_written(copied)
         results = [r if r in inputs else _detached(r, node) for r in results]
     for user in list(node.users):
         user.replace_all_uses_with(results[int(str(user.args[1]))])
@@ -59,8 +64,22 @@ def _detached(value: fx.Node, before: fx.Node) -> fx.Node:
     return result
 
 
+def _detach_written(node: fx.Node) -> None:
+    """Let an operation in place, as on a buffer, write values without gradients."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+        if argument.alias_info is not None or not isinstance(value, fx.Node):
+            continue
+        if isinstance(value.meta.get("val"), Tensor):
+            own = _detached(value, node)
+            places = ("nn_module_stack", "stack_trace")
+            own.meta |= {key: node.meta[key] for key in places if key in node.meta}
+            node.replace_input_with(value, own)
+
+
 def check_bodies(traced: fx.GraphModule, marks: Sequence[Any]) -> None:
-    """Refuse operators with bodies, such as `torch.cond`, above all with marks inside.
+    """Refuse operators with bodies, such as `torch.cond`, with or without marks inside.
 
     Raises:
         PlanError: There are some; all of them are named.
@@ -111,7 +130,7 @@ def inline(
     place: fx.Node,
     inputs: Sequence[fx.Node],
 ) -> list[fx.Node]:
-    """Copy the ops of a body to before `place`; return its results."""
+    """Copy the ops of a body in front of `place`; return its results."""
     given = iter(inputs)
     copies: dict[fx.Node, fx.Node] = {}
     for node in body.graph.nodes:

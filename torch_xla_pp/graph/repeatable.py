@@ -1,4 +1,4 @@
-"""Values that a model computes from nothing that changes, such as a causal mask."""
+"""Values that a model computes from constants alone, such as a causal mask."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ from torch._ops import OpOverload
 
 from torch_xla_pp.graph.mutation import Written, is_getitem
 
-# It writes nothing: torch.export puts it behind every constant.
+# It writes nothing: torch.export adds it after every constant.
 _DETACH = torch.ops.aten.detach_.default
 
 
@@ -17,13 +17,13 @@ def copy_constants(
 ) -> dict[fx.Node, int]:
     """Let each stage compute the constants that it uses, so that none is sent.
 
-    Parameters are not constants: a stage that used one for this would have to take
-    part in its gradient. Nor are random numbers.
+    Parameters are not constants: a stage that used one here would have to take part in
+    its gradient. Random numbers are not constants either.
 
     Args:
         traced: The model, changed in place.
         written: Memory that is written in place.
-        stages: Op → stage; ops that are left without use are erased from the graph.
+        stages: Op → stage; ops that become unused are erased from the graph.
 
     Returns:
         The copies, with their stages.
@@ -65,10 +65,10 @@ def constants_of(traced: fx.GraphModule, written: Sequence[Written]) -> list[fx.
 
 
 def _is_written_in_order(memory: Written) -> bool:
-    """Return whether the edges of the graph tell all about how memory is written.
+    """Return whether the edges of the graph show every order of writes to memory.
 
-    They do if each access is the only user of the one before it. A buffer lives on
-    beyond the graph: torch.export's mark is all that may be done to it.
+    They do if each access is the only user of the one before it. A buffer outlives the
+    graph: nothing but torch.export's mark may use it.
     """
     if all(op.target is _DETACH for op in memory.accesses):
         return True
@@ -91,7 +91,7 @@ def _is_repeatable(node: fx.Node, writes: set[fx.Node]) -> bool:
 
 
 def _is_fixed(traced: fx.GraphModule, node: fx.Node, changing: set[fx.Node]) -> bool:
-    """Return whether a node is a tensor of the model that nothing changes."""
+    """Return whether a node is a tensor of the model that never changes."""
     if node.op != "get_attr" or node in changing:
         return False
     path, _, name = str(node.target).rpartition(".")

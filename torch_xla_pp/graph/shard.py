@@ -1,8 +1,8 @@
 """Constraints on how activations are sharded, by logical axes.
 
 `shard` does nothing to a value. While a model or a stage is traced it leaves an
-operator in the graph, in the forward and for the gradient in the backward. The names
-stay names there: what they mean is known only where the stage is compiled.
+operator in the graph, in the forward and for the gradient in the backward. The names of
+axes are resolved only when the stage is compiled.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ torch.library.define(_NAME, "(Tensor value, str[] axes) -> Tensor")
 
 
 def _copy(value: Tensor, axes: Sequence[str]) -> Tensor:
-    """Return a copy: an operator must not return an alias of what it takes."""
+    """Return a copy: an operator must not return an alias of its operand."""
     return value.clone()
 
 
@@ -37,7 +37,7 @@ def _fake(value: Tensor, axes: Sequence[str]) -> Tensor:
 def _batched(
     info: Any, in_dims: tuple[Any, ...], value: Tensor, axes: Sequence[str]
 ) -> tuple[Tensor, int]:
-    """Shard the dimension that vmap adds as `mapped_as` says, or leave it whole."""
+    """Shard the dimension that vmap adds by the axis of `mapped_as`, or not at all."""
     dim = in_dims[0]
     return SHARD(value, [*axes[:dim], _mapped_axis.get(), *axes[dim:]]), dim
 
@@ -61,13 +61,13 @@ SHARD = torch.ops.torch_xla_pp.shard.default
 def shard(value: Tensor, *axes: str | None) -> Tensor:
     """Shard an activation over the devices of a rank, and return it.
 
-    In a stage that was built with `AxisRules`, the value and its gradient are sharded
-    as these say. With other shardings, and outside of stages, nothing happens.
+    In a stage that was built with `AxisRules`, these determine the sharding of the
+    value and its gradient. With other shardings, and outside of stages, nothing
+    happens.
 
     Args:
         value: The activation.
-        *axes: The logical axis of each of its dimensions, None for one that every
-            device has whole.
+        *axes: The logical axis of each of its dimensions, None for a whole one.
 
     Raises:
         ValueError: There are more or fewer axes than dimensions.
@@ -112,15 +112,15 @@ def mapped_as(axis: str) -> Iterator[None]:
 def sharding_outputs(
     module: nn.Module, activations: Mapping[str, Sequence[str | None]]
 ) -> Iterator[None]:
-    """Let what submodules return go through `shard`, inside of the context.
+    """Pass the results of submodules through `shard`, inside the context.
 
     Args:
-        module: The module, which is as before afterwards.
+        module: The module; unchanged after the context.
         activations: Glob pattern on the names of its submodules → logical axes; the
             first match counts.
 
     Raises:
-        ValueError: Such a submodule returns something else than one tensor.
+        ValueError: Such a submodule returns something other than one tensor.
     """
     hooks = []
     for name, submodule in module.named_modules():

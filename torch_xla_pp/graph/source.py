@@ -1,4 +1,4 @@
-"""What a stage takes from another."""
+"""The source of a stage's input."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Source:
         return f"output{item} of stage {self.stage}"
 
     def of(self, output: Any) -> Any:
-        """Return what it names of the stage's output.
+        """Return the item of the stage's output that it names.
 
         Raises:
             PlanError: There is no such item.

@@ -4,7 +4,7 @@ Terms: an *edge* carries one output of a producing stage to one input of a consu
 stage; stages are numbered so that a producer comes before its consumers. A *group* is
 one parameter of the model that several stages hold a copy of.
 
-Law: edges, not the schedule, say which values are sent. Every stage but the first
+Law: edges, not the schedule, determine which values are sent. Every stage but the first
 takes all its positional inputs from edges.
 """
 
@@ -40,13 +40,13 @@ class StageValue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """A stage: what it takes, what it returns, and its size.
+    """A stage: its inputs, its outputs, and its size.
 
     Args:
         name: Its name.
-        inputs: What its module takes: positional inputs in order, on the first stage
-            the model's own, flat.
-        outputs: What its module returns, flat.
+        inputs: Inputs of its module: positional ones in order, on the first stage the
+            model's own, flat.
+        outputs: Outputs of its module, flat.
         is_bare: Whether the module returns one tensor, not a tuple of them.
         num_parameters: Numbers in its parameters, None if unknown.
         parameter_bytes: Bytes of its parameters, None if unknown.
@@ -203,8 +203,8 @@ class StageGraph:
         """Return where each positional input of a stage's module comes from.
 
         Returns:
-            The outputs of producers, without an index of one that returns one bare
-            tensor. Empty for the first stage, whose inputs the schedule passes in.
+            The outputs of producers, without an index for a producer that returns one
+            bare tensor. Empty for the first stage, whose inputs the schedule passes in.
         """
         return tuple(
             Source(e.producer, None if self.stages[e.producer].is_bare else e.output)
@@ -277,7 +277,7 @@ class StageGraph:
 
     @classmethod
     def from_sources(cls, sources: Sequence[Sequence[Source]]) -> "StageGraph":
-        """Make the graph of stages that say where their inputs come from.
+        """Make the graph of stages from the sources of their inputs.
 
         Args:
             sources: For each stage what `sources` returns for it.
@@ -389,7 +389,7 @@ def _longest_path(pairs: Iterable[tuple[int, int]], end: int) -> int:
     ends, length = {end}, -1
     pairs = tuple(pairs)
     while ends:
-        ends = {giver for giver, taker in pairs if taker in ends}
+        ends = {producer for producer, consumer in pairs if consumer in ends}
         length += 1
     return length
 

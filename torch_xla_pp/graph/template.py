@@ -45,7 +45,7 @@ class Template:
     def of(
         cls, tree: Any, tensors: Sequence[Tensor] = ()
     ) -> tuple["Template", list[Tensor]]:
-        """Take a pytree apart; a tensor that is there twice has one slot.
+        """Split a pytree into a template and tensors; a repeated tensor has one slot.
 
         Args:
             tree: The pytree.
@@ -68,9 +68,9 @@ class Template:
     def of_arguments(
         cls, args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> tuple["Template", list[Tensor]]:
-        """Take arguments apart into what they look like and their tensors.
+        """Split arguments into a template with metadata and their tensors.
 
-        Templates of calls that look alike are equal: each tensor has a slot of its
+        Calls with equal metadata have equal templates: each tensor has a slot of its
         own, with shape and dtype, also one that is there twice.
 
         Returns:

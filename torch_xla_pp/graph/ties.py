@@ -23,7 +23,7 @@ def check_split_spec(module: nn.Module, split_spec: Mapping[str, Any]) -> None:
     """Refuse split points that name no submodule of `module`.
 
     Raises:
-        ValueError: There are some; they are named, with the submodules that exist.
+        ValueError: There are such; they are named, with the submodules that exist.
     """
     known = [name for name, _ in module.named_modules() if name]
     unknown = [name for name in split_spec if name not in known]
@@ -37,7 +37,7 @@ def check_split_spec(module: nn.Module, split_spec: Mapping[str, Any]) -> None:
 def shared_parameters(
     groups: Iterable[tuple[str, ...]], stages: Sequence[nn.Module]
 ) -> tuple[SharedParameter, ...]:
-    """Return the parameters of which more than one stage holds a copy.
+    """Return the parameters that more than one stage holds a copy of.
 
     Args:
         groups: The names of each parameter of the whole model.
@@ -61,8 +61,8 @@ def shared_parameters(
 def untied(module: nn.Module, groups: Iterable[tuple[str, ...]]) -> Iterator[None]:
     """Give each name of a shared parameter a parameter of its own, for tracing.
 
-    Tracing keeps one of the names only, and which one is not sure. Parameters that
-    are shared because a whole submodule is are left as they are.
+    Tracing keeps only one of the names, and it is not certain which one. Parameters
+    that are shared because a whole submodule is are left as they are.
     """
     places = {place.name: place for place in places_of(module)}
     replaced = []
@@ -88,7 +88,7 @@ def _copy_of(parameter: Tensor) -> nn.Parameter:
 
 
 def tie_parameters(groups: Iterable[tuple[str, ...]], stage: nn.Module) -> None:
-    """Make one parameter again of those that tracing has copied.
+    """Merge the copies that tracing has made of one parameter.
 
     Each name of a shared parameter has a copy of its own, and so has each call of a
     submodule that is called several times: calls after the first are submodules of
@@ -108,7 +108,7 @@ def tie_parameters(groups: Iterable[tuple[str, ...]], stage: nn.Module) -> None:
 
 
 def keep_parameters(module: nn.Module, stage: nn.Module) -> None:
-    """Let a stage have the parameters of the model themselves, not those of its trace.
+    """Give a stage the parameters of the model itself, not those of its trace.
 
     An optimizer of the model's parameters then trains the stage's.
     """
@@ -124,7 +124,7 @@ def _parameters_of(module: nn.Module) -> list[TensorPlace]:
 
 
 def keep_persistence(module: nn.Module, stage: nn.Module) -> None:
-    """Let a stage's state dict have no buffer that the model's has not."""
+    """Leave out of a stage's state dict the buffers that the model's does not have."""
     known = set(module.state_dict(keep_vars=True))
     for path, part in stage.named_modules():
         for key in part._buffers:
@@ -133,12 +133,12 @@ def keep_persistence(module: nn.Module, stage: nn.Module) -> None:
 
 
 def original_name(name: str) -> str:
-    """Return the name in the model of what a traced stage has under `name`."""
+    """Return the name in the model of a traced stage's `name`."""
     return _CALL_NUMBER.sub("", name)
 
 
 def _list_calls_last(stage: nn.Module) -> None:
-    """Let submodules come before their repeated calls, to give parameters names."""
+    """Order submodules before their repeated calls, to name parameters by them."""
     for module in stage.modules():
         for name in [name for name in module._modules if "@" in name]:
             module._modules[name] = module._modules.pop(name)

@@ -1,4 +1,4 @@
-"""What a traced graph keeps of `torch.vmap`: regions of ops on single elements.
+"""The regions of `torch.vmap` in a traced graph: ops on single elements.
 
 The only file that touches torch.vmap's insides.
 """
@@ -25,7 +25,7 @@ _STACK = "nn_module_stack"
 
 @contextlib.contextmanager
 def indexing_by_tensors() -> Iterator[None]:
-    """Let torch.export trace what indexes a tensor by elements of others, under vmap.
+    """Let torch.export trace the indexing of tensors by elements of others, under vmap.
 
     Attention masks are made in this way, e.g. by transformers, under torch's
     `TransformGetItemToIndex`. It waits for `Tensor.__getitem__`, but torch 2.9 calls it
@@ -48,11 +48,11 @@ def _index(
 
 
 def flatten_vmaps(traced: fx.GraphModule, marks: Sequence[Any]) -> None:
-    """Replace vmapped ops by ops on whole batches, where marks may come between.
+    """Replace vmapped ops by ops on whole batches, where marks may come between them.
 
     An exported graph keeps `torch.vmap` as a region of ops on single elements, which
-    has to stay in one piece. A region that no mark can cut is left alone, unless it
-    makes no floats: each stage may compute such a mask for itself.
+    has to stay in one piece. A region that no mark can cut is left alone, unless its
+    results are not floats: each stage may compute such a mask itself.
     """
     graph = traced.graph
     _join(reversed(graph.nodes), _ENTER)
@@ -96,7 +96,7 @@ def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _results(region: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the nodes of a region that others use."""
+    """Return the nodes of a region that are used outside of it."""
     inside = set(region)
     return [node for node in region if any(u not in inside for u in node.users)]
 

@@ -1,6 +1,6 @@
 """Readers of XLA's own texts: shardings, collectives, products."""
 
-from torch_xla_pp.hlo.collectives import Collective, collectives_of
+from torch_xla_pp.hlo.collectives import Collective, axes_of_groups, collectives_of
 from torch_xla_pp.hlo.product_flops import OWN_PRODUCT, product_flops
 from torch_xla_pp.hlo.sharding import (
     REPLICATED,
@@ -14,6 +14,7 @@ __all__ = [
     "OWN_PRODUCT",
     "OpShardingArgs",
     "REPLICATED",
+    "axes_of_groups",
     "collectives_of",
     "parse_sharding",
     "product_flops",

@@ -1,4 +1,4 @@
-"""Read the collectives out of the HLO text of a compiled program.
+"""The collectives in the HLO text of a compiled program.
 
 Each device runs the program; a collective is one of its instructions in which devices
 exchange values. Its *groups* are the devices that exchange with each other. Where
@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch_xla_pp.hlo.sharding import device_ids
@@ -34,7 +34,7 @@ _IOTA = re.compile(
     r"replica_groups=\[(?P<shape>[\d,]+)\]<=\[(?P<iota>[\d,]+)\]"
     r"(?:T\((?P<order>[\d,]+)\))?"
 )
-_SHAPE = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")
+_SHAPE = re.compile(r"\b[a-z]+(\d*)\w*\[([\d,]*)\]")
 _BITS_OF_A_BYTE = 8
 _BITS_OF_PRED = 8
 
@@ -85,6 +85,21 @@ def collectives_of(hlo: str, mesh: LocalMesh) -> tuple[Collective, ...]:
     )
 
 
+def axes_of_groups(
+    groups: Iterable[Iterable[int]], mesh: LocalMesh
+) -> tuple[str, ...] | None:
+    """Return the axes along which devices exchange, None if these are no such groups.
+
+    Args:
+        groups: Devices that exchange with each other; or pairs of senders and
+            receivers.
+        mesh: The devices.
+    """
+    joined = _joined(list(group) for group in groups)
+    # A device that is in no group does not take part.
+    return _groups_of_axes(mesh).get(joined) if joined else None
+
+
 def _groups_of_axes(mesh: LocalMesh) -> dict[DeviceGroups, tuple[str, ...]]:
     """Return the groups of devices along each set of axes, fewest axes first."""
     found: dict[DeviceGroups, tuple[str, ...]] = {}
@@ -101,7 +116,7 @@ def _groups_of_axes(mesh: LocalMesh) -> dict[DeviceGroups, tuple[str, ...]]:
 
 
 def _groups(line: str, num_devices: int) -> DeviceGroups:
-    """Return which devices exchange with each other."""
+    """Return the groups of devices that exchange with each other."""
     iota = _IOTA.search(line)
     if iota is not None:
         shape = [int(n) for n in iota["shape"].split(",")]
@@ -129,10 +144,10 @@ def _joined(parts: Iterator[list[int]]) -> DeviceGroups:
 def _num_bytes(result: str) -> int:
     """Return the bytes of a shape or a tuple of shapes."""
     return sum(
-        math.prod(int(size) for size in sizes.split(",") if size) * _width(name, bits)
-        for name, bits, sizes in _SHAPE.findall(result)
+        math.prod(int(size) for size in sizes.split(",") if size) * _width(bits)
+        for bits, sizes in _SHAPE.findall(result)
     )
 
 
-def _width(name: str, bits: str) -> int:
+def _width(bits: str) -> int:
     return max(1, int(bits or _BITS_OF_PRED) // _BITS_OF_A_BYTE)

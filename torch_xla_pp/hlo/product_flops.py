@@ -4,14 +4,15 @@ import math
 import re
 
 OWN_PRODUCT = "torch_xla_pp.product"
-"""Begins the name of a call that multiplies two matrices.
+"""Prefix of the name of a call that multiplies two matrices, or a batch of such pairs.
 
-Rows, depth and columns follow, and how the matrices are stored, each after a full stop.
+The number of products, their rows, depth and columns, and the storage of the matrices
+follow, each after a full stop.
 """
 
 _OWN = re.compile(
     rf'custom_call_target="{re.escape(OWN_PRODUCT)}'
-    r"\.(?P<rows>\d+)\.(?P<depth>\d+)\.(?P<columns>\d+)\."
+    r"\.(?P<batch>\d+)\.(?P<rows>\d+)\.(?P<depth>\d+)\.(?P<columns>\d+)\."
 )
 _RESULT = re.compile(r"%(?P<name>[\w.-]+) = \w+\[(?P<sizes>[\d,]*)\]")
 _PRODUCT = re.compile(

@@ -47,11 +47,11 @@ class OpShardingArgs(NamedTuple):
 
     @classmethod
     def of_tiles(cls, tiles: Sequence[int]) -> "OpShardingArgs":
-        """Split one dimension so that devices hold given parts of it.
+        """Split one dimension into given parts on devices.
 
         Args:
-            tiles: For each device, which part it holds, as `tile_of_device` says;
-                equally many devices for each part.
+            tiles: For each device, the part that it holds, as `tile_of_device` returns
+                it; each part is on equally many devices.
         """
         count = max(tiles) + 1
         if count == 1:
@@ -63,12 +63,36 @@ class OpShardingArgs(NamedTuple):
 
     @property
     def tiles(self) -> tuple[int, ...]:
-        """Return into how many parts each dimension is cut, empty for no cut."""
+        """Return the number of parts of each dimension, empty if none is split."""
         if self.sharding_type == _PARTIAL:
             return _nested_shape(self.group_assignment)
         if self.sharding_type == _TILED:
             return _nested_shape(self.tile_assignment)
         return ()
+
+    @property
+    def text(self) -> str:
+        """Return it as HLO text, which `parse_sharding` reads.
+
+        Raises:
+            ValueError: The sharding is that of a single device.
+        """
+        if self.sharding_type == _REPLICATED:
+            return "{replicated}"
+        if self.sharding_type not in (_TILED, _PARTIAL):
+            raise ValueError(
+                f"sharding: expected one over all devices, got one of type "
+                f"{self.sharding_type}. Annotate the tensor over the local mesh."
+            )
+        tiles, ids, last = self.tiles, _flatten(self.tile_assignment), ""
+        if self.sharding_type == _PARTIAL:
+            numbers = _flatten(self.group_assignment)
+            groups = [self.replication_groups[number] for number in numbers]
+            ids = [device for group in groups for device in group]
+            # torch_xla also writes groups of one device, XLA does not.
+            if len(groups[0]) > 1:
+                tiles, last = (*tiles, len(groups[0])), " last_tile_dim_replicate"
+        return f"{{devices=[{_listed(tiles)}]{_listed(ids)}{last}}}"
 
     def tiling(self, shape: Sequence[int], num_devices: int) -> Tiling:
         """Return how a value of shape `shape` is tiled over the devices of a rank.
@@ -99,10 +123,10 @@ class OpShardingArgs(NamedTuple):
         return tiles
 
     def tile_of_device(self, num_devices: int) -> tuple[int, ...]:
-        """Return for each device which part of a value it holds, 0 if there is one.
+        """Return for each device the part of a value that it holds, 0 if there is one.
 
         Raises:
-            ValueError: One device holds all, or the sharding has other devices.
+            ValueError: The sharding is that of a single device, or has other devices.
         """
         if self.sharding_type == _REPLICATED:
             return (0,) * num_devices
@@ -125,11 +149,11 @@ REPLICATED = OpShardingArgs([], [], [], _REPLICATED)
 def stacked(
     first: OpShardingArgs, rest: OpShardingArgs, num_dims: int, num_devices: int
 ) -> OpShardingArgs | None:
-    """Return the sharding of a stack of values: split along it, and inside of it.
+    """Return the sharding of a stack of values: split along it, and inside it.
 
     Args:
-        first: How the first dimension is split, for a value of that dimension alone.
-        rest: How each value of the stack is split.
+        first: Sharding of the first dimension, as of a value with that one alone.
+        rest: The sharding of each value of the stack.
         num_dims: The dimensions of these values.
         num_devices: The local devices.
 
@@ -152,14 +176,14 @@ def stacked(
 
 
 def parse_sharding(text: str) -> OpShardingArgs:
-    """Translate HLO text into what torch_xla makes a sharding of.
+    """Translate HLO text into the arguments of torch_xla's sharding.
 
     Args:
         text: The text in braces; empty (no annotation) means replicated.
 
     Raises:
-        ValueError: The text is malformed, or of a kind that does not say which
-            device holds what (`manual`, tuples).
+        ValueError: The text is malformed, or of a kind that does not show which device
+            holds which part (`manual`, tuples).
     """
     body = text.strip().removeprefix("{").removesuffix("}").strip()
     # `last_tile_dims={replicated}` ends in a brace of its own.
@@ -199,10 +223,10 @@ def device_ids(iota: str, permutation: str | None) -> list[int]:
 
     Args:
         iota: Sizes of the dimensions, e.g. "2,4".
-        permutation: The order in which dimensions are gone through, None for theirs.
+        permutation: The order of the dimensions, None for the usual one.
 
     Raises:
-        ValueError: The order is none of the dimensions.
+        ValueError: The order is not a permutation of the dimensions.
     """
     shape = _numbers(iota)
     order = _numbers(permutation) if permutation else list(range(len(shape)))
@@ -213,6 +237,10 @@ def device_ids(iota: str, permutation: str | None) -> list[int]:
     for dim in order:
         ids = [i + strides[dim] * k for i in ids for k in range(shape[dim])]
     return ids
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 def _numbers(text: str) -> list[int]:

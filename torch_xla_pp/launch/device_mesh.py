@@ -1,7 +1,7 @@
 """The mesh of a whole job: process axes and the axes of each rank's devices.
 
 Ranks come from torch.distributed. torch_xla sees every process as a world of its own,
-so its rank and world size say nothing about the job.
+so its rank and world size are not those of the job.
 """
 
 import functools
@@ -14,19 +14,19 @@ import torch_xla.distributed.spmd as xs
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as _init_torch_mesh
 
-from torch_xla_pp import xla_compat
-from torch_xla_pp.launch.rank_mesh import RankMesh, rank_mesh
+from torch_xla_pp import env, xla_compat
+from torch_xla_pp.launch.rank_mesh import RankMesh, named_axes, rank_mesh
 from torch_xla_pp.launch.xla_device import device
-from torch_xla_pp.mesh import MeshLayout, launch_hint
+from torch_xla_pp.mesh import MeshLayout, host_faults, launch_hint
 from torch_xla_pp.planner import PipelinePlan
 from torch_xla_pp.transport import XlaPpProcessGroup, of_group
 
 
 def explain_mesh() -> None:
-    """Let torch_xla's mesh say what its device ids are in a job of several worlds.
+    """Let errors of torch_xla's mesh explain device ids in a job of several worlds.
 
-    It asserts that they are those of this process, which fails in scripts that number
-    the devices of a whole job.
+    The mesh asserts that ids are those of this process, which fails in scripts that
+    number the devices of a whole job.
     """
     make = xs.Mesh.__init__
 
@@ -50,9 +50,9 @@ class PipelineMesh:
 
     The first axes count ranks and behave as one of `torch.distributed`'s meshes:
     `get_group`, `get_local_rank`, `mesh["pp"]`. The other axes count the devices of a
-    rank: slicing them, any of them, gives a `RankMesh`, which torch_xla's
-    `mark_sharding`, torch's `distribute_tensor` and stages take. A slice of both kinds
-    is a mesh of this class again.
+    rank: slicing any of them gives a `RankMesh`, which torch_xla's `mark_sharding`,
+    torch's `distribute_tensor` and stages accept. A slice of both kinds is a mesh of
+    this class again.
 
     Example:
         >>> mesh = init_device_mesh("xla", (2, 2, 2),
@@ -128,13 +128,7 @@ class PipelineMesh:
         Raises:
             ValueError: There is no such axis, or one is named twice.
         """
-        wanted = (names,) if isinstance(names, str) else tuple(names)
-        unknown = [name for name in wanted if name not in self._named]
-        if unknown or not wanted or len(set(wanted)) < len(wanted):
-            raise ValueError(
-                f"mesh{list(wanted)}: expected different ones of {self._named}. Name "
-                "axes of this mesh."
-            )
+        wanted = named_axes(names, self._named)
         if set(wanted) <= set(self._layout.process_names):
             return self._processes[wanted]
         if not set(wanted) <= set(self._layout.local_names):
@@ -160,7 +154,7 @@ class PipelineMesh:
             return mesh_dim
         raise ValueError(
             f"{what}: expected one of the process axes {axes}, got {mesh_dim!r}. Axes "
-            "over the devices of one rank belong into a sharding; an axis of size 1 "
+            "over the devices of one rank belong in a sharding; an axis of size 1 "
             "counts processes if it stands before 'pp'."
         )
 
@@ -172,10 +166,11 @@ def init_device_mesh(
     mesh_dim_names: tuple[str, ...] | None = None,
     plan: PipelinePlan | None = None,
     shapes: Sequence[Mapping[str, int]] | None = None,
+    slow: Sequence[str] | None = None,
 ) -> PipelineMesh:
     """Make the mesh of the job; every rank must call it.
 
-    All ranks get equal local axes, unless `shapes` or a plan say what each has.
+    All ranks get equal local axes, unless `shapes` or a plan gives each its own.
 
     Args:
         device_type: "xla".
@@ -189,6 +184,9 @@ def init_device_mesh(
         shapes: In place of all these: the local axes of each rank of a pipeline, name →
             size. Process axes are "pp", and "dp" before it if there are ranks for
             several such pipelines.
+        slow: Process axes that may connect hosts, such as replicas. If given, it is an
+            error if another axis leaves a host. Ranks of one host are next to each
+            other, so slow axes come first.
 
     Raises:
         ValueError: The shape or the plan does not fit the number of ranks or devices,
@@ -205,9 +203,10 @@ def init_device_mesh(
         )
     group = of_group(None)
     if plan is not None:
-        return _planned_mesh(plan, group)
+        return _checked(_planned_mesh(plan, group), slow, group)
     if shapes is not None:
-        return _mesh_of_shapes([dict(axes) for axes in shapes], group)
+        found = _mesh_of_shapes([dict(axes) for axes in shapes], group)
+        return _checked(found, slow, group)
     shape, names = tuple(mesh_shape or ()), tuple(mesh_dim_names or ())
     layout = MeshLayout(shape=shape, names=names)
     device()
@@ -220,11 +219,29 @@ def init_device_mesh(
             + "\n  ".join(faults)
             + f"\nChange the mesh, or launch with: {launch_hint(layout)}"
         )
-    return _mesh_of(layout)
+    return _checked(_mesh_of(layout), slow, group)
+
+
+def _checked(
+    mesh: PipelineMesh, slow: Sequence[str] | None, group: XlaPpProcessGroup
+) -> PipelineMesh:
+    """Refuse a mesh whose fast axes leave a host, on every rank."""
+    if slow is None:
+        return mesh
+    hosts = group.rendezvous.exchange("hosts", env.host_name())
+    faults = host_faults(mesh._layout, slow, hosts)
+    if faults:
+        raise ValueError(
+            f"init_device_mesh: mesh {mesh._layout} does not fit the hosts:\n  "
+            + "\n  ".join(faults)
+            + "\nPut slow axes first, and start as many ranks on a host as the fast "
+            "axes have."
+        )
+    return mesh
 
 
 def _planned_mesh(plan: PipelinePlan, group: XlaPpProcessGroup) -> PipelineMesh:
-    """Make the mesh of a plan, or say on every rank what does not fit."""
+    """Make the mesh of a plan, or raise on every rank with all that does not fit."""
     device()
     own = (xla_compat.num_local_devices(), plan.digest)
     found = group.rendezvous.exchange("devices of a plan", own)
@@ -283,7 +300,7 @@ def _plan_faults(
     Args:
         devices: Devices of each rank as planned.
         found: Devices of each rank as launched, and the digest of its plan.
-        what: What says so.
+        what: Where the devices are planned, for the text.
     """
     faults = []
     if len(devices) != len(found):

@@ -1,4 +1,4 @@
-"""The mesh of one rank's devices, as torch_xla's and as torch's scripts expect it."""
+"""The mesh of one rank's devices, for scripts of torch_xla and of torch."""
 
 import math
 from collections import OrderedDict
@@ -11,7 +11,7 @@ import torch_xla.distributed.spmd as xs
 
 
 class _Sizes(tuple[int, ...]):
-    """The sizes of axes, as torch's `mesh.shape`; called, as torch_xla's."""
+    """The sizes of axes, as torch's `mesh.shape`; may be called, as torch_xla's."""
 
     names: tuple[str, ...]
 
@@ -22,15 +22,15 @@ class _Sizes(tuple[int, ...]):
 class RankMesh(xs.Mesh):  # type: ignore[misc]  # torch_xla has no types
     """Some axes of one rank's devices; made by slicing what `init_device_mesh` returns.
 
-    To torch_xla it is a mesh over all devices of the rank, in which the axes that were
-    named come first: `mark_sharding` and stages take it whichever were. To scripts for
-    torch's `DeviceMesh` it has the named axes alone. Its axes have no process groups:
-    XLA puts the collectives into the programs.
+    To torch_xla it is a mesh over all devices of the rank, in which the named axes come
+    first, so that `mark_sharding` and stages accept any slice. To scripts for torch's
+    `DeviceMesh` it has the named axes alone. Its axes have no process groups: XLA puts
+    the collectives into the programs.
 
     Args:
         devices: Ids of the rank's devices, a dimension for each axis.
         axes: Name of every axis.
-        named: Those that were named, which come first.
+        named: The axes that were named, which come first.
 
     Attributes:
         whole: The mesh of all axes.
@@ -97,20 +97,14 @@ class RankMesh(xs.Mesh):  # type: ignore[misc]  # torch_xla has no types
         Raises:
             ValueError: It has no such axis.
         """
-        wanted = (names,) if isinstance(names, str) else tuple(names)
-        unknown = [name for name in wanted if name not in self._named]
-        if unknown or not wanted or len(set(wanted)) < len(wanted):
-            raise ValueError(
-                f"mesh{list(wanted)}: expected different ones of {self._named}. Name "
-                "axes of this mesh."
-            )
+        wanted = named_axes(names, self._named)
         return RankMesh(self.get_logical_mesh(), self.axis_names, wanted)
 
     def _flatten(self, mesh_dim_name: str | None = None) -> "RankMesh":
         """Return the mesh in which all named axes are one.
 
         Args:
-            mesh_dim_name: Its name; None for those of the axes, joined by "_".
+            mesh_dim_name: Its name; None for the names of the axes, joined by "_".
         """
         name = mesh_dim_name or "_".join(self._named)
         ids = self.get_logical_mesh()
@@ -149,3 +143,18 @@ def rank_mesh(axes: Mapping[str, int]) -> RankMesh:
     """
     devices = np.arange(math.prod(axes.values())).reshape(tuple(axes.values()))
     return RankMesh(devices, tuple(axes), tuple(axes))
+
+
+def named_axes(names: str | tuple[str, ...], axes: Sequence[str]) -> tuple[str, ...]:
+    """Return the names by which a mesh of `axes` is sliced.
+
+    Raises:
+        ValueError: There is no such axis, or one is named twice.
+    """
+    wanted = (names,) if isinstance(names, str) else tuple(names)
+    if not wanted or {*wanted} - {*axes} or len(set(wanted)) < len(wanted):
+        raise ValueError(
+            f"mesh{list(wanted)}: expected different ones of {axes}. Name axes of this "
+            "mesh."
+        )
+    return wanted

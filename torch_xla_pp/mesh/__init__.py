@@ -1,7 +1,7 @@
 """WHERE: a job's axes, and how values are sharded over a rank's devices. Pure."""
 
 from torch_xla_pp.mesh import presets
-from torch_xla_pp.mesh.axis_rules import AxisRules, first_match, unmatched
+from torch_xla_pp.mesh.axis_rules import AxisRules, axis_of, first_match, unmatched
 from torch_xla_pp.mesh.job_axes import MeshLayout, launch_hint
 from torch_xla_pp.mesh.local_mesh import (
     Axis,
@@ -12,9 +12,18 @@ from torch_xla_pp.mesh.local_mesh import (
     axis_names,
 )
 from torch_xla_pp.mesh.noted import note_partition, noted_partition
-from torch_xla_pp.mesh.rank_layout import AUTO, BatchAxis, RankLayout
+from torch_xla_pp.mesh.rank_hosts import host_faults
+from torch_xla_pp.mesh.rank_layout import (
+    AUTO,
+    ROWS,
+    BatchAxis,
+    RankLayout,
+    is_on_mesh,
+    on_mesh,
+)
 from torch_xla_pp.mesh.reshard import Piece, Runs, reshard
 from torch_xla_pp.mesh.rules import Sharding, assign_partitions, match_rules
+from torch_xla_pp.mesh.strategy_names import strategy_names
 from torch_xla_pp.mesh.striping import striped_positions
 from torch_xla_pp.mesh.tiling import Box, Tiling
 
@@ -29,6 +38,7 @@ __all__ = [
     "MeshLayout",
     "Partition",
     "Piece",
+    "ROWS",
     "RankLayout",
     "Runs",
     "Sharding",
@@ -36,13 +46,18 @@ __all__ = [
     "Tiling",
     "assign_partitions",
     "axis_names",
+    "axis_of",
     "first_match",
+    "host_faults",
+    "is_on_mesh",
     "launch_hint",
     "match_rules",
     "note_partition",
     "noted_partition",
+    "on_mesh",
     "presets",
     "reshard",
+    "strategy_names",
     "striped_positions",
     "unmatched",
 ]

@@ -1,8 +1,8 @@
-"""Sharding in three layers: mesh axes, logical axes, and what has them.
+"""Sharding in three layers: mesh axes, logical axes, and the tensors that have them.
 
 A model names what the dimensions of its tensors mean (`batch`, `embed`, `heads`): these
-are *logical axes*. Rules say over which *mesh axis* each logical axis is split. Another
-way to shard is then another table, and the model stays as it is.
+are *logical axes*. Rules map each logical axis to the *mesh axis* that it is split
+over. To shard in another way takes another table, and no change of the model.
 
 Source: the three layers of MaxText's guide to sharding,
 https://maxtext.readthedocs.io.
@@ -28,22 +28,22 @@ from torch_xla_pp.mesh.local_mesh import (
 class AxisRules:
     """The sharding of a model's tensors over a rank's devices, by logical axes.
 
-    Names are the model's own: `"layers.*.up.weight"` means the same before and after
-    the model was split. Of several patterns that match, the first counts.
+    Names are those of the model: `"layers.*.up.weight"` means the same before and after
+    the model is split. Of several patterns that match, the first counts.
 
     Args:
         axes: Logical axis → the mesh axis that splits it, a tuple of them, or None.
-        parameter_axes: The same for parameters alone, where they are kept in another
-            way than activations: FSDP splits `embed` of weights only. In a program
-            such parameters are gathered first, to be sharded as `axes` say.
+        parameter_axes: The same for parameters alone, where they are sharded in another
+            way than activations: FSDP splits `embed` of weights only. A program first
+            gathers such parameters to the sharding of `axes`.
         parameters: Glob pattern on the names of parameters and buffers → the logical
-            axis of each dimension, None for one that is never split. A parameter
-            that nothing matches is replicated.
-        activations: Glob pattern on the names of submodules → the logical axes of
-            what they return, as if it went through `shard`. A model that is
-            traced is given them by `pipeline(activations=...)`, too.
-        gather_once: Whether what `parameter_axes` ask to gather is gathered once per
-            step, and its gradient reduced once per step, in place of once per
+            axis of each dimension, None for one that is never split. A parameter that
+            no pattern matches is replicated.
+        activations: Glob pattern on the names of submodules → the logical axes of their
+            results, as if these went through `shard`. For a model that is traced, pass
+            them to `pipeline(activations=...)`, too.
+        gather_once: Whether parameters that are gathered by `parameter_axes` are
+            gathered, and their gradients reduced, once per step and not once per
             microbatch. A device then holds whole weights and whole gradients during a
             step. Called `pipeline_fsdp_ag_once` in MaxText.
 
@@ -83,7 +83,7 @@ class AxisRules:
         return "\n".join(lines)
 
     def __or__(self, other: "AxisRules") -> "AxisRules":
-        """Return both; `other` replaces what both have, at its place."""
+        """Return both; `other` replaces entries that both have, at their places."""
         return AxisRules(
             **{
                 name: {**getattr(self, name), **getattr(other, name)}
@@ -103,7 +103,7 @@ class AxisRules:
         return cls(**json.loads(text))
 
     def mesh_axis(self, logical: str, *, is_parameter: bool = False) -> Axis:
-        """Return what splits a logical axis.
+        """Return the mesh axis that splits a logical axis.
 
         Raises:
             KeyError: The rules do not have it.
@@ -196,13 +196,13 @@ class AxisRules:
         names: Iterable[str],
         partitions: Mapping[str, Partition],
     ) -> dict[str, Partition]:
-        """Return how parameters are sharded in use, if not as they are kept.
+        """Return the sharding of parameters in use, where it is not how they are kept.
 
-        They are kept as `parameter_axes` say and used as `axes` do: XLA gathers them.
+        They are kept by `parameter_axes` and used by `axes`: XLA gathers them.
 
         Args:
             names: Names of parameters.
-            partitions: How they are kept, as `resolve` says.
+            partitions: How they are kept, as `resolve` returns it.
         """
         found = {}
         for name in names:
@@ -243,7 +243,7 @@ def unmatched(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
 
 
 def axis_of(names: Sequence[str]) -> Axis:
-    """Return mesh axes as a rule has them."""
+    """Return mesh axes in the form of a rule."""
     if len(names) < 2:
         return names[0] if names else None
     return tuple(names)

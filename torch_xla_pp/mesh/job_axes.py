@@ -1,4 +1,4 @@
-"""The axes of a whole job: which go over processes and which over local devices.
+"""The axes of a whole job: some over processes, the others over local devices.
 
 Terms: a *process axis* counts ranks of torchrun (`pp`, and e.g. `dp` for replicas of
 the whole pipeline); a *local axis* counts XLA devices of one rank. The first axes of
@@ -23,8 +23,8 @@ class MeshLayout:
             "pp".
 
     Raises:
-        ValueError: An axis has no name, a name twice, or no positive size; or none is
-            called "pp".
+        ValueError: An axis has no name, the name of another, or no positive size; or
+            none is called "pp".
     """
 
     shape: tuple[int, ...]
@@ -62,8 +62,8 @@ class MeshLayout:
     def of_ranks(self, world_size: int) -> "MeshLayout":
         """Return the layout whose process axes have as many ranks as a job.
 
-        They are the fewest that will do and have "pp" among them; those up to "pp" if
-        none will do.
+        They are the fewest that match the number of ranks and include "pp"; the axes up
+        to "pp" if none match.
         """
         fitting = [n for n in self._choices if math.prod(self.shape[:n]) == world_size]
         return replace(self, num_process_axes=fitting[0] if fitting else None)
@@ -135,12 +135,12 @@ class MeshLayout:
 
     @property
     def _choices(self) -> range:
-        """Return how many process axes there may be."""
+        """Return the possible numbers of process axes."""
         return range(self.names.index(PIPELINE_AXIS) + 1, len(self.names) + 1)
 
 
 def launch_hint(layout: MeshLayout) -> str:
-    """Say how to launch a job that has this mesh."""
+    """Return the command that launches a job with this mesh."""
     return (
         f"CPU_NUM_DEVICES={layout.num_local_devices} torchrun --nproc-per-node "
         f"{layout.num_processes} script.py"

@@ -42,7 +42,7 @@ class LocalMesh:
         return math.prod(self.shape)
 
     def axis_size(self, axis: Axis) -> int:
-        """Return over how many devices `axis` splits a dimension."""
+        """Return the number of devices over which `axis` splits a dimension."""
         sizes = dict(zip(self.names, self.shape, strict=True))
         return math.prod(sizes[name] for name in axis_names(axis))
 
@@ -59,7 +59,7 @@ class LocalMesh:
         """Return the part of a value that one device holds, without a copy.
 
         Args:
-            value: The value; what splits a dimension divides it.
+            value: The value; its sizes divide over the axes that split them.
             partition: How it is sharded.
             place: The device's index along each axis.
         """
@@ -107,9 +107,9 @@ class TensorSpec:
         shape: Shape of the whole value.
         dtype: Its dtype.
         partition: How it is sharded over the devices of a rank.
-        requires_grad: Whether a gradient comes back for it.
-        axes: What `shard` called its dimensions, None if nothing did. A rank with
-            another mesh or other rules shards the value by these.
+        requires_grad: Whether its receiver sends a gradient back.
+        axes: The logical axes that `shard` gave its dimensions, None if it has none. A
+            rank with another mesh or other rules shards the value by these.
     """
 
     shape: tuple[int, ...]

@@ -8,11 +8,11 @@ _NAME = "_torch_xla_pp_partition"
 
 
 def note_partition(tensor: Tensor, partition: Partition) -> None:
-    """Let the stage that gets a parameter partition it so, if no rule says else."""
+    """Note a partition for a parameter's stage, which uses it unless a rule matches."""
     setattr(tensor, _NAME, partition)
 
 
 def noted_partition(tensor: Tensor) -> Partition | None:
-    """Return what was noted on a tensor, None if nothing."""
+    """Return the partition that was noted on a tensor, None if there is none."""
     found: Partition | None = getattr(tensor, _NAME, None)
     return found

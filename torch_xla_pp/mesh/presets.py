@@ -1,7 +1,7 @@
 """Tables of axes for the usual ways to shard: `AxisRules` without patterns.
 
-All presets speak of the same logical axes, so that a model that uses these names is
-sharded another way by another preset:
+All presets use the same logical axes, so that a model that uses these names is sharded
+in another way by another preset:
 
 * `batch`; `sequence` in attention's queries and in the MLP; `norm_sequence`, the same
   dimension between the blocks, where norms and residual sums are; `key_sequence`, the
@@ -15,9 +15,9 @@ A preset names mesh axes in its arguments. Patterns and further names are added 
 
     rules = mix(fsdp("data"), tp("model")) | AxisRules(parameters={...})
 
-Below, "expect" tells the collectives that XLA puts into the programs of a stage with
-an attention and an MLP block whose weights have two dimensions. Where two ways cost
-the same XLA may choose another one: see `stage.explain()` for what it did.
+Below, "expect" lists the collectives that XLA puts into the programs of a stage with an
+attention and an MLP block whose weights have two dimensions. Where two ways cost the
+same, XLA may choose the other one: `stage.explain()` shows its choice.
 
 Source: the presets of MaxText's guide to sharding, https://maxtext.readthedocs.io.
 """
@@ -64,7 +64,7 @@ def fsdp(axis: Axis = "data", *, gather_once: bool = False) -> AxisRules:
 
 
 def fsdp_transpose(axis: Axis = "data", *, gather_once: bool = False) -> AxisRules:
-    """Split the batch, and weights along what is not `embed`.
+    """Split the batch, and weights along the dimensions other than `embed`.
 
     Expect: as for `fsdp`, on the other dimension. Mixed with `fsdp` over another axis
     it splits weights in both dimensions.
@@ -110,7 +110,7 @@ def cp(axis: Axis = "context") -> AxisRules:
 
     Expect: an all-gather of keys and of values in a forward, and a sum of their
     gradients and of each weight's in a backward. Under a causal mask later devices have
-    more to do: `striped_positions` is an order of the sequence that evens it out.
+    more work: `striped_positions` is an order of the sequence that balances it.
     """
     return _rules(axis, ("sequence", "norm_sequence"))
 
@@ -118,8 +118,8 @@ def cp(axis: Axis = "context") -> AxisRules:
 def sp(axis: Axis = "sequence") -> AxisRules:
     """Split heads inside attention and the sequence everywhere else.
 
-    A model says where attention begins and ends: its queries, keys and values have
-    `("batch", None, "heads", "head_dim")`, all else has `norm_sequence`.
+    A model marks where attention begins and ends: its queries, keys and values have
+    `("batch", None, "heads", "head_dim")`, all other activations have `norm_sequence`.
 
     Expect: an all-to-all (or a gather and a slice) on the way into attention and out
     of it; an all-reduce per weight in a backward.
@@ -144,7 +144,7 @@ def mix(*presets: AxisRules) -> AxisRules:
     those of the first preset outermost.
 
     Args:
-        *presets: What to join; their patterns are joined as by `|`.
+        *presets: The presets to join; their patterns are joined as by `|`.
 
     Raises:
         ValueError: Two presets split one logical axis over the same mesh axis.

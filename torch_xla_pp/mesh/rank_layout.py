@@ -1,4 +1,4 @@
-"""How the values of a stage are partitioned over the devices of its rank."""
+"""The partitions of a stage's values over the devices of its rank."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,17 +16,30 @@ BatchAxis = str | tuple[str, ...] | None
 AUTO = "auto"
 _DATA_AXIS = "data"
 _BATCH = "batch"
+_ON_MESH = "@"
+ROWS = _ON_MESH
+"""The axis that `shard` takes for a dimension that is split as the batch is."""
+
+
+def on_mesh(axis: str) -> str:
+    """Return the axis that `shard` takes for a dimension split over a mesh axis."""
+    return _ON_MESH + axis
+
+
+def is_on_mesh(axes: LogicalAxes) -> bool:
+    """Return whether axes of `shard` are mesh axes, which need no rules."""
+    return any(name is not None and name.startswith(_ON_MESH) for name in axes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLayout:
-    """The mesh of one rank, and what splits batches and activations over it.
+    """The mesh of one rank, and the axes that split batches and activations over it.
 
     Args:
         local: The rank's mesh.
         batch_axis: The axis that dimension 0 of microbatches is split over, None to
             replicate them.
-        rules: What logical axes mean, None if nothing is said of them.
+        rules: The rules for logical axes, None if there are none.
     """
 
     local: LocalMesh
@@ -41,8 +54,8 @@ class RankLayout:
 
         Args:
             local: The rank's mesh.
-            batch_axis: As for the class, or "auto" for what `rules` say of the logical
-                axis "batch", or else for the axis called "data" if there is one.
+            batch_axis: As for the class, or "auto" for the axis of the logical axis
+                "batch" in `rules`, or else for the axis called "data" if there is one.
             rules: As for the class.
 
         Raises:
@@ -52,7 +65,7 @@ class RankLayout:
             batch_axis = _DATA_AXIS if _DATA_AXIS in local.names else None
             if rules is not None and _BATCH in rules.axes:
                 batch_axis = rules.axes[_BATCH]
-            # Unknown axes of rules are reported with all other faults of these.
+            # Unknown axes of rules are reported with all other faults of the rules.
             return cls(local=local, batch_axis=batch_axis, rules=rules)
         unknown = [name for name in axis_names(batch_axis) if name not in local.names]
         if unknown:
@@ -64,7 +77,7 @@ class RankLayout:
 
     @property
     def num_row_groups(self) -> int:
-        """Return over how many devices the rows of a batch are split."""
+        """Return the number of devices over which the rows of a batch are split."""
         return self.local.axis_size(self.batch_axis)
 
     def check_batch(self, rows: int) -> None:
@@ -82,7 +95,7 @@ class RankLayout:
             )
 
     def batch_dim(self, partition: Partition) -> int | None:
-        """Return which dimension of a value is split over the batch axis."""
+        """Return the dimension of a value that is split over the batch axis."""
         axes = [axis_names(axis) for axis in partition]
         batch = axis_names(self.batch_axis)
         return axes.index(batch) if batch in axes else None
@@ -100,28 +113,45 @@ class RankLayout:
         """Return the partition of a value between stages.
 
         Args:
-            axes: The logical axes that it was given, None if none were.
+            axes: Its logical axes, None if it has none.
             shape: Its shape.
             rows: Rows of a microbatch.
         """
+        if axes is not None and is_on_mesh(axes):
+            return self._on_mesh(axes)
         if axes is None or self.rules is None:
             return self.batch_partition(shape, rows)
         return self.rules.partition(axes, shape, self.local)[0]
 
-    def constraint(self, axes: LogicalAxes) -> Partition:
-        """Return the partition for logical axes that `rules` know."""
-        rules = self.rules or AxisRules()
-        return tuple(None if name is None else rules.mesh_axis(name) for name in axes)
+    def constraint(self, axes: LogicalAxes) -> Partition | None:
+        """Return the partition for axes of a call of `shard`, None if it is free."""
+        if is_on_mesh(axes):
+            return self._on_mesh(axes)
+        if self.rules is None:
+            return None
+        mesh_axis = self.rules.mesh_axis
+        return tuple(None if name is None else mesh_axis(name) for name in axes)
+
+    def _on_mesh(self, axes: LogicalAxes) -> Partition:
+        names = [None if name is None else name.removeprefix(_ON_MESH) for name in axes]
+        return tuple(self.batch_axis if name == "" else name for name in names)
 
     def constraint_faults(
         self, constraints: Iterable[tuple[LogicalAxes, tuple[int, ...]]]
     ) -> list[str]:
-        """List what is wrong with calls of `shard`, given as axes and shapes."""
-        if self.rules is None:
-            return []
+        """List the faults of calls of `shard`, given as axes and shapes."""
         found = {
             f"shard of a value of shape {list(shape)} as {axes}: {fault}"
             for axes, shape in constraints
-            for fault in self.rules.partition(axes, shape, self.local)[1]
+            for fault in self._faults(axes, shape)
         }
         return sorted(found)
+
+    def _faults(self, axes: LogicalAxes, shape: tuple[int, ...]) -> list[str]:
+        if is_on_mesh(axes):
+            return self.local.faults(shape, self._on_mesh(axes))
+        return (
+            []
+            if self.rules is None
+            else self.rules.partition(axes, shape, self.local)[1]
+        )

@@ -1,11 +1,12 @@
-"""Which slice of a value goes from which device of one rank to which of another.
+"""The slices of a value that devices of one rank send to devices of another.
 
 Laws:
 
-* Every element of the value leaves one device, once; padding is left out. All devices
-  of the receiver that hold a tile get its pieces, from the one message: it is the
-  ranks that are joined by a wire, not the devices.
-* Where several devices of the sender hold a tile, each sends about as much of it.
+* Every element of the value is sent by one device, once; padding is left out. All
+devices of the receiver that hold a tile get its pieces, from the one message: ranks are
+connected, not devices.
+* Where several devices of the sender hold a tile, each sends about an equal share of
+it.
 * Where a value is tiled alike on both, each tile is one piece, from the lowest device
   that holds it.
 """
@@ -18,7 +19,7 @@ from torch_xla_pp.mesh.tiling import Box, Tiling
 
 
 class Piece(NamedTuple):
-    """One slice of a value on its way.
+    """One slice of a value that is sent.
 
     Attributes:
         source: The sender's device that it comes from.
@@ -62,7 +63,7 @@ class Runs(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def reshard(source: Tiling, destination: Tiling) -> tuple[Piece, ...]:
-    """Plan how a value gets from one rank's devices to another's.
+    """Plan the sending of a value from one rank's devices to another's.
 
     Args:
         source: Its tiling on the sender's devices.
@@ -72,7 +73,7 @@ def reshard(source: Tiling, destination: Tiling) -> tuple[Piece, ...]:
         The pieces, in the order in which both sides list them.
 
     Raises:
-        ValueError: These are not tilings of one shape.
+        ValueError: The tilings are of different shapes.
     """
     if source.shape != destination.shape:
         raise ValueError(
@@ -93,7 +94,7 @@ def reshard(source: Tiling, destination: Tiling) -> tuple[Piece, ...]:
 
 
 def _cells(source: Tiling, destination: Tiling) -> list[Box]:
-    """Cut a value so that no part is in two tiles of either side."""
+    """Cut a value so that each part is in one tile of either side."""
     sides = []
     for dim in range(len(source.shape)):
         cuts = sorted(source.cuts(dim) | destination.cuts(dim))
@@ -105,7 +106,7 @@ def _cells(source: Tiling, destination: Tiling) -> list[Box]:
 
 
 def _shares(box: Box, count: int) -> list[Box]:
-    """Cut a box into at most `count` parts along one dimension, preferably an outer."""
+    """Cut a box into at most `count` parts along one dimension, preferably outer."""
     if count == 1 or not box.sizes:
         return [box]
     enough = [dim for dim, size in enumerate(box.sizes) if size >= count]

@@ -15,14 +15,14 @@ def assign_partitions(
     *,
     whole_model: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Partition]:
-    """Assign a partition to each tensor whose name matches something.
+    """Assign a partition to each tensor whose name matches a rule or a pattern.
 
     Args:
         sharding: Axis rules, or a table for `match_rules`.
         shapes: Name → shape of the parameters and buffers of one stage.
         mesh: The devices of the rank.
-        whole_model: Those of all stages, None if they are not known. Axis rules must
-            then fit all of them, and each pattern must match something.
+        whole_model: Name → shape for all stages, None if not known. Axis rules must
+            then fit all of them, and each pattern must match one.
 
     Returns:
         Name → partition.

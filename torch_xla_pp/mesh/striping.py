@@ -1,4 +1,4 @@
-"""Even out causal attention over devices that split the sequence."""
+"""Balance causal attention over devices that split the sequence."""
 
 import torch
 from torch import Tensor
@@ -8,10 +8,10 @@ def striped_positions(length: int, num_shards: int) -> Tensor:
     """Return an order of a sequence in which equal parts have equal work.
 
     Under a causal mask a position attends to those before it, so that the last of
-    several devices that split a sequence has most to do. In this order each device has
+    several devices that split a sequence has most work. In this order each device has
     one chunk from the front and one from the back. Put inputs and targets in this
-    order, and tell the model: masks and positional encodings go by the positions. What
-    it saves is what an attention kernel saves that leaves masked blocks out.
+    order, and pass the positions to the model: its masks and positional encodings
+    depend on them. Time is saved if the attention kernel skips masked blocks.
 
     Args:
         length: Length of the sequence.

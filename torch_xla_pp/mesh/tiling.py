@@ -1,7 +1,7 @@
-"""Which part of a value each device of a rank holds. Pure, and travels between ranks.
+"""The part of a value that each device of a rank holds. Pure, and sent between ranks.
 
-Terms: a *tile* is one part of a value that is cut into a grid; its *shard* is how a
-device keeps it, dense and padded to the size of the largest tile; a *box* is a
+Terms: a *tile* is one part of a value that is cut into a grid; its *shard* is the tile
+in a device's memory, dense and padded to the size of the largest tile; a *box* is a
 rectangular part of an array of any number of dimensions.
 """
 
@@ -28,12 +28,12 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Return what an array is indexed with to get it."""
+        """Return the index of the box in an array."""
         pairs = zip(self.start, self.sizes, strict=True)
         return tuple(slice(first, first + size) for first, size in pairs)
 
     def within(self, other: "Box") -> "Box":
-        """Return the box as counted from the start of another one."""
+        """Return the box relative to the start of another one."""
         pairs = zip(self.start, other.start, strict=True)
         return Box(tuple(own - first for own, first in pairs), self.sizes)
 
@@ -43,7 +43,7 @@ class Tiling:
     """The tile of a value that each device holds.
 
     As XLA does, a dimension is cut into parts of one size; the last ones are smaller,
-    or empty, where it does not divide: 5 rows cut into 4 parts are 2, 2, 1 and 0.
+    or empty, where the size does not divide: 5 rows cut into 4 parts are 2, 2, 1 and 0.
 
     Args:
         shape: Shape of the whole value.
@@ -51,7 +51,7 @@ class Tiling:
         tiles: For each device the number of its tile, in the order of rows.
 
     Raises:
-        ValueError: The numbers do not fit each other, or nobody holds some tile.
+        ValueError: The numbers do not fit each other, or no device holds some tile.
     """
 
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class Tiling:
 
     @property
     def num_shards(self) -> int:
-        """Return the number of devices that must be told apart."""
+        """Return the number of devices, or 1 if all hold the same."""
         return len(self.tiles) if any(self.tiles) else 1
 
     @property
@@ -104,7 +104,7 @@ class Tiling:
         return number
 
     def box(self, tile: int) -> Box:
-        """Return what a tile covers of the value, without padding."""
+        """Return the box of the value that a tile covers, without padding."""
         start, sizes = [], []
         for size, step, parts in reversed(
             list(zip(self.shape, self.shard_shape, self.grid, strict=True))

@@ -8,9 +8,15 @@ from torch_xla_pp.native.abi import (
     Direction,
     Event,
     row_of,
+    words_of,
 )
 from torch_xla_pp.native.engine import Engine, Failure, Stats
-from torch_xla_pp.native.loader import Unavailable, library, register_target
+from torch_xla_pp.native.loader import (
+    Unavailable,
+    library,
+    library_path,
+    register_target,
+)
 from torch_xla_pp.native.notes import Note
 
 __all__ = [
@@ -25,7 +31,9 @@ __all__ = [
     "Stats",
     "Unavailable",
     "library",
+    "library_path",
     "notes",
     "register_target",
     "row_of",
+    "words_of",
 ]

@@ -1,8 +1,10 @@
-"""What Python and the compiled library agree on: the mirror of `csrc/abi.h`.
+"""The interface of Python and the compiled library: the mirror of `csrc/abi.h`.
 
-Numbers are indices into these tuples. Fields are rows of int64 in this order.
+Numbers are indices into these tuples. Fields are rows of int64 in this order; operands
+of programs hold them as words of 32 bits.
 """
 
+import struct
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Literal, get_args
@@ -11,12 +13,12 @@ from torch_xla_pp.schedule import KINDS
 
 Op = Literal["send", "receive", "begin", "end", "product"]
 Direction = Literal["F", "B", "S"]
-"""What a message carries: "F" values, "B" their gradients, "S" sums of gradients that
-copies of a parameter add up, be they in other stages or in other replicas."""
+"""What a message carries: "F" values, "B" their gradients, "S" gradients to be summed
+over copies of a parameter, in other stages or in other replicas."""
 
 
 class Event(IntEnum):
-    """What a program did, by the recorder's notes."""
+    """An event in a program, as the recorder notes it."""
 
     BEGAN = 0
     ENDED = 1
@@ -26,7 +28,7 @@ class Event(IntEnum):
 
 
 class FailureKind(IntEnum):
-    """Why a generation has failed, if it has."""
+    """The kind of failure of a generation."""
 
     NONE = 0
     ERROR = 1
@@ -35,6 +37,7 @@ class FailureKind(IntEnum):
 
 
 OPS: tuple[Op, ...] = get_args(Op)
+WORDS = ("low", "high")
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 RECORD_FIELDS = (
     "event",
@@ -61,9 +64,18 @@ ROUTE_FIELDS = (
 )
 ROW_FIELDS = ("tensor", "source", "tile", "offset", "run")
 STATS_FIELDS = ("held_bytes", "num_messages", "num_waiting")
+PRODUCT_FIELDS = (
+    "batch",
+    "rows",
+    "depth",
+    "columns",
+    "is_left_turned",
+    "is_right_turned",
+)
 
 ABI = {
     "ops": OPS,
+    "words": WORDS,
     "events": tuple(event.name.lower() for event in Event),
     "failures": tuple(kind.name.lower() for kind in FailureKind),
     "directions": DIRECTIONS,
@@ -73,6 +85,7 @@ ABI = {
     "route": ROUTE_FIELDS,
     "row": ROW_FIELDS,
     "stats": STATS_FIELDS,
+    "product": PRODUCT_FIELDS,
 }
 
 
@@ -87,8 +100,15 @@ def row_of(fields: Sequence[str], **values: int) -> list[int]:
     return [values[field] for field in fields]
 
 
+def words_of(row: Sequence[int]) -> list[int]:
+    """Return a row of int64 as int32 words, as operands of programs hold it."""
+    count = len(row)
+    packed = struct.pack(f"<{count}q", *row)
+    return list(struct.unpack(f"<{len(WORDS) * count}i", packed))
+
+
 def faults_of(text: str) -> list[str]:
-    """Return where a library's description of itself differs from `ABI`."""
+    """Return the differences between a library's description of itself and `ABI`."""
     theirs = {name: tuple(rest) for name, *rest in map(str.split, text.splitlines())}
     return [
         f"{name}: expected {' '.join(ABI.get(name, ('none',)))}, got "

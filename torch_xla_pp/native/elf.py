@@ -56,7 +56,7 @@ class ElfFile:
             raise ValueError(f"{path}: expected a 64-bit little-endian ELF file.")
 
     def build_id(self) -> str:
-        """Return what tells builds of the library apart; empty if it does not say."""
+        """Return the id of this build of the library; empty if it has none."""
         for section in self._sections():
             if section.kind != _NOTE:
                 continue
@@ -68,7 +68,7 @@ class ElfFile:
         return ""
 
     def function_address(self, name: str) -> int:
-        """Return where the function begins, relative to the library's base.
+        """Return the address of a function, relative to the library's base.
 
         Raises:
             LookupError: The library has no symbol table, or not exactly one function
@@ -108,7 +108,7 @@ class ElfFile:
         return list(symbols["value"][is_ours])
 
     def _occurrences(self, texts: _Section, name: bytes) -> Iterator[int]:
-        """Find a text in a string table, where names may share their ends."""
+        """Find a text in a string table, where names may share suffixes."""
         at = self._data.find(name, texts.offset, texts.offset + texts.size)
         while at >= 0:
             yield at - texts.offset
@@ -116,7 +116,7 @@ class ElfFile:
 
 
 def base_address(path: Path) -> int:
-    """Return where this process has loaded a library.
+    """Return the address at which this process has loaded a library.
 
     Raises:
         LookupError: It is not loaded, or the system does not say.

@@ -25,7 +25,7 @@ class Failure(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """What an engine holds, in numbers.
+    """The counters of an engine.
 
     Attributes:
         held_bytes: Bytes of messages that no receive has taken yet.
@@ -45,7 +45,7 @@ class Engine:
         rank: Rank in the group.
         num_devices: Number of local devices.
         timeout_s: How long a receive waits, in seconds.
-        token: What all members of the job know, 16 bytes.
+        token: Secret of the members of the job, 16 bytes.
         host: Host that the network interface must lead to; empty for any.
 
     Raises:
@@ -66,17 +66,17 @@ class Engine:
         self._size = ctypes.c_int64()
 
     def address(self) -> bytes:
-        """Return what peers connect to."""
+        """Return the address that peers connect to."""
         out = ctypes.create_string_buffer(_MAX_ADDRESS_BYTES)
         size = self._library.xpp_address(self.id, out, len(out))
         return out.raw[:size]
 
     def connect(self, peer: int, address: bytes, pid: int) -> None:
-        """Connect to a peer; done once, returns at once.
+        """Connect to a peer, once; returns immediately.
 
         Args:
             peer: Rank in the group.
-            address: What its `address` returned.
+            address: The result of its `address`.
             pid: Its process, 0 if that is not on this host.
         """
         self._library.xpp_connect(self.id, peer, address, len(address), pid)
@@ -86,7 +86,7 @@ class Engine:
         self._library.xpp_expect(self.id, peer, direction, stage, origin)
 
     def report(self, generation: int, report: str) -> None:
-        """Fail a generation and tell the peers, who pass it on."""
+        """Fail a generation and report it to the peers, which forward it."""
         self._library.xpp_report(self.id, generation, report.encode())
 
     def advance(self, generation: int) -> None:
@@ -109,18 +109,18 @@ class Engine:
         return bool(settled)
 
     def take_notices(self) -> list[str]:
-        """Return what deserves a log entry, and forget it."""
+        """Return the messages to be logged, and forget them."""
         size = self._library.xpp_take_notices(self.id, self._text, _MAX_TEXT_BYTES)
         return self._text.raw[:size].decode(errors="replace").splitlines()
 
     def stats(self) -> Stats:
-        """Count what is held."""
+        """Return the counters."""
         out: Any = (ctypes.c_int64 * len(STATS_FIELDS))()
         self._library.xpp_stats(self.id, out)
         return Stats(**dict(zip(STATS_FIELDS, out, strict=True)))
 
     def delay(self, time_s: float, device: int = -1) -> None:
-        """Hold back messages that arrive, as a slow network would.
+        """Delay messages that arrive, as a slow network would.
 
         Args:
             time_s: For how long, in seconds.

@@ -1,6 +1,6 @@
-"""Where torch_xla's XLA has its FFI, with which handlers are registered.
+"""The address of the FFI of torch_xla's XLA, with which handlers are registered.
 
-torch_xla 2.9 does not export it. A local symbol of its library tells where it is.
+torch_xla 2.9 does not export it, but its library has a local symbol for it.
 """
 
 import functools
@@ -31,7 +31,7 @@ def ffi_api_address() -> int:
 
 
 def _offset(path: Path) -> int:
-    """Return the place in the library, which is kept on disk by its build id."""
+    """Return the offset in the library, which is cached on disk by its build id."""
     library = ElfFile(path)
     build_id = library.build_id()
     known = env.cache_dir() / f"ffi-api-{build_id}"

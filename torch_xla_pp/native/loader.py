@@ -1,7 +1,7 @@
 """Loads the compiled library (`csrc/`) and lets XLA call it.
 
-A thin typed layer: what the calls mean is said in `csrc/api.cc`. Every call lets other
-Python threads run.
+A thin typed layer: `csrc/api.cc` documents the calls. Every call lets other Python
+threads run.
 """
 
 import ctypes
@@ -20,6 +20,12 @@ class Unavailable(Exception):
     """The compiled transport cannot be used here, for the reason given."""
 
 
+def library_path() -> Path:
+    """Return the path of the library, whether it was built or not."""
+    name = "_native" + importlib.machinery.EXTENSION_SUFFIXES[0]
+    return Path(__file__).parent.parent / name
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """Return the library, loaded and checked against torch_xla's XLA.
@@ -27,14 +33,13 @@ def library() -> ctypes.CDLL:
     Raises:
         Unavailable: It was not built, or something that it needs is not there.
     """
-    name = "_native" + importlib.machinery.EXTENSION_SUFFIXES[0]
-    path = Path(__file__).parent.parent / name
+    path = library_path()
     if not path.exists():
         raise Unavailable(
             "the compiled part of torch_xla_pp was not built (it needs a C++17 "
             "compiler when the package is installed)"
         )
-    # Handlers for crashes belong to the program, not to UCX, which reads this on load.
+    # UCX reads this on load, and is to leave handlers for crashes to the program.
     os.environ.setdefault("UCX_ERROR_SIGNALS", "")
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     try:
@@ -64,12 +69,12 @@ def _check(loaded: ctypes.CDLL) -> None:
 
 
 def _declare(loaded: ctypes.CDLL) -> None:
-    """Give the C functions their types; see `csrc/api.cc`."""
+    """Declare the types of the C functions; see `csrc/api.cc`."""
     i32, i64, u64 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
     text, pointer, f64 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_double
     for name, result, arguments in (
         ("register", i64, (pointer, text, i32, text, i64)),
-        ("use_blas", None, (pointer, pointer)),
+        ("use_blas", None, (pointer, pointer, i64)),
         ("start_recording", None, ()),
         ("stop_recording", i64, (ctypes.POINTER(i64), i64)),
         ("open", i64, (i32, i32, f64, text, text, text, i64)),

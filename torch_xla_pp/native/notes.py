@@ -1,8 +1,8 @@
-"""When programs begin, end, send and receive, noted by the programs themselves.
+"""The times at which programs begin, end, send and receive, noted by themselves.
 
 `begin_op` and `end_op` put notes into a graph that is being traced; the ops that send
 and receive make notes of their own. Notes are kept only between `start` and `stop`,
-which are for the whole process. Times are those of `time.monotonic_ns`.
+which apply to the whole process. Times are those of `time.monotonic_ns`.
 """
 
 import ctypes
@@ -22,6 +22,7 @@ from torch_xla_pp.native.abi import (
     Event,
     Op,
     row_of,
+    words_of,
 )
 from torch_xla_pp.schedule import KINDS, Kind
 
@@ -29,15 +30,15 @@ _TOKEN_SHAPE = (1,)
 
 
 class Note(NamedTuple):
-    """A note of what a program did, and when.
+    """A note of an event in a program, and its time.
 
     Attributes:
         event: What happened.
         time_ns: When it happened.
         kind: Kind of an action, or direction of a message.
-        stage: Stage of the action, or the one that takes the message.
+        stage: Stage of the action, or the one that receives the message.
         microbatch: Microbatch of either.
-        origin: Stage that makes the message.
+        origin: Stage that sends the message.
         num_bytes: Bytes that were sent.
     """
 
@@ -52,19 +53,19 @@ class Note(NamedTuple):
 
 @functools.cache
 def mark(kind: Kind, stage: int, microbatch: int) -> Tensor:
-    """Return the operand that tells a program's notes which action it is part of.
+    """Return the operand that names a program's action in its notes.
 
     It is kept until `stop`.
     """
     values = {"kind": KINDS.index(kind), "stage": stage, "microbatch": microbatch}
     fields = row_of(MARK_FIELDS, **values)
-    return xla_compat.replicate(torch.tensor(fields, dtype=torch.int64))
+    return xla_compat.replicate(torch.tensor(words_of(fields), dtype=torch.int32))
 
 
 def begin_op(mark: Tensor) -> Tensor:
-    """Add the note that a program has begun to the graph.
+    """Add a note of a program's begin to the graph.
 
-    XLA runs it at any time, mostly first, as it waits for nothing.
+    XLA may run it at any time, and mostly runs it first, as it has no dependencies.
 
     Returns:
         A token, which the program must use.
@@ -73,11 +74,11 @@ def begin_op(mark: Tensor) -> Tensor:
 
 
 def end_op(mark: Tensor, done: Sequence[tuple[Tensor, Any]]) -> Tensor:
-    """Add the note that a program ends to the graph.
+    """Add a note of a program's end to the graph.
 
     Args:
         mark: The operand.
-        done: Values that must be there before, with their shardings.
+        done: Values that must be computed before, with their shardings.
 
     Returns:
         A token, which the program must return.
@@ -86,7 +87,7 @@ def end_op(mark: Tensor, done: Sequence[tuple[Tensor, Any]]) -> Tensor:
 
 
 def _op(op: Op, mark: Tensor, done: Sequence[tuple[Tensor, Any]]) -> Tensor:
-    # One target for all shapes: calls differ by their operands, results are alike.
+    # One target for all shapes: calls differ in operands, not in results.
     target = f"torch_xla_pp.{op}"
     loader.register_target(target, op)
     whole = xla_compat.replicated_sharding()
@@ -96,14 +97,14 @@ def _op(op: Op, mark: Tensor, done: Sequence[tuple[Tensor, Any]]) -> Tensor:
 
 
 def start() -> None:
-    """Start to keep notes."""
+    """Start keeping notes."""
     loader.library().xpp_start_recording()
 
 
 def stop() -> list[Note]:
     """Stop keeping notes, and return those that were kept.
 
-    The programs whose notes are wanted must have ended, see `xla_compat.flush`.
+    Wait for the programs whose notes are wanted before, see `xla_compat.flush`.
     """
     mark.cache_clear()
     size = len(RECORD_FIELDS)

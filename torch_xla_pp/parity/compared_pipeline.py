@@ -25,7 +25,7 @@ _KEY = ("verify",)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What a step of the pipeline gave on this rank."""
+    """The results of a step of the pipeline on this rank."""
 
     outputs: list[Tensor]
     losses: list[Tensor]
@@ -66,10 +66,12 @@ class ComparedPipeline:
 
     @property
     def title(self) -> str:
-        """Return what is verified."""
+        """Return a description of the pipeline."""
+        replica, count = self.rank.stages[0].model.replica
         return (
             f"{type(self.schedule).__name__}: {self.rank.stages[0].num_stages} stages "
             f"on {self.group.size()} ranks, {self.rank.num_microbatches} microbatches"
+            + (f", replica {replica} of {count}" if count > 1 else "")
         )
 
     def agree(self, call: Call) -> int:
@@ -80,8 +82,8 @@ class ComparedPipeline:
         """
         is_last = any(stage.is_last for stage in self.rank.stages)
         own = (is_last, self._is_cut_out, _digest(call), self._unknown(), self._ties())
-        told = self.group.rendezvous.exchange("verify", own)
-        last, cut_out, digests, unknown, ties = zip(*told, strict=True)
+        exchanged = self.group.rendezvous.exchange("verify", own)
+        last, cut_out, digests, unknown, ties = zip(*exchanged, strict=True)
         if len(set(digests)) > 1:
             raise ValueError(
                 "verify: expected the same batch on every rank, got batches with the "
@@ -97,12 +99,26 @@ class ComparedPipeline:
         self.ties = {name: tie for own in ties for name, tie in own.items()}
         return last.index(True)
 
+    def calls_of_replicas(self, call: Call) -> list[Call]:
+        """Return the batches of all replicas on the host, first this one's.
+
+        The ranks of the last stage must call it in all replicas.
+        """
+        (last,) = [stage.model for stage in self.rank.stages if stage.is_last]
+        own: Call = host_copy(call)
+        if last.replicas is None:
+            return [own]
+        rendezvous = last.replicas.group.rendezvous
+        exchanged: list[Call] = rendezvous.exchange("batch to verify", own)
+        index = last.replicas.index
+        return [exchanged[index], *exchanged[:index], *exchanged[index + 1 :]]
+
     def values(self) -> dict[str, Tensor]:
         """Return parameters and buffers, by the model's names."""
         return {named.in_model: named.value for named in self._named()}
 
     def bring(self, root: int, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return values of all ranks on the root's host, nothing on other ranks."""
+        """Gather values of all ranks on the root's host; returns none elsewhere."""
         if self.group.rank() != root:
             self._send(root, named)
             return {}
@@ -130,9 +146,9 @@ class ComparedPipeline:
         return found
 
     def step(self, call: Call) -> StepResult:
-        """Run one step, and undo what it did."""
+        """Run one step, and undo its effects."""
         parameters = [v for s in self.rank.stages for v in s.submod.parameters()]
-        # A step gives buffers new tensors.
+        # A step replaces the tensors of buffers.
         places = [p for s in self.rank.stages for p in places_of(s.submod)]
         buffers = [(p, p.tensor) for p in places if p.holding != PARAMETER]
         grads = [parameter.grad for parameter in parameters]
@@ -178,7 +194,7 @@ class ComparedPipeline:
         )
 
     def _named(self) -> list[_Named]:
-        """Return all parameters and buffers that stages and model have."""
+        """Return all parameters and buffers that both stages and model have."""
         known = named_values(self.model)
         found = [
             _Named(stage.stage_index, name, self._names.get(id(value), name), value)
@@ -212,7 +228,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _digest(call: Call) -> str:
-    """Return what tells batches apart."""
+    """Return a digest of a batch."""
     found = hashlib.sha256()
     for leaf in pytree.tree_leaves(host_copy(call)):
         if isinstance(leaf, Tensor):

@@ -1,10 +1,10 @@
 """One step of a pipeline beside the same step of the unsplit model.
 
-The unsplit model runs on the host of the rank that has the last stage: there the
-outputs and losses are already; gradients of other stages are sent there, one by one.
-It runs the whole batch at once, so that a wrong factor is seen as well as a wrong
-value. Only when that differs it runs microbatch by microbatch, to say which of both
-the pipeline agrees with.
+The unsplit model runs on the host of the rank that has the last stage: it has the
+outputs and losses already; gradients of other stages are sent there, one by one. The
+model runs the whole batch at once, so that a wrong factor is seen as well as a wrong
+value. Only if results differ, it also runs microbatch by microbatch, to report which of
+the two the pipeline agrees with.
 
 Law: a verification leaves parameters, buffers, gradients and the count of steps as
 they were.
@@ -21,7 +21,6 @@ from torch_xla_pp.parity.compared_pipeline import ComparedPipeline, StepResult
 from torch_xla_pp.parity.unsplit import (
     Call,
     UnsplitModel,
-    host_copy,
     precisions,
 )
 from torch_xla_pp.parity.verification import (
@@ -52,27 +51,29 @@ def verify(
     """Compare one step of a pipeline with the unsplit model.
 
     All ranks of the pipeline must call it, with the same batch. Outputs, the loss and
-    gradients are compared with what the model gives for the whole batch on the host of
-    the rank that has the last stage; so are, after the step, buffers. If `model` is
-    the one that the stages were cut from, it is run with the values that they have now;
-    if it is another one, such as a copy, the values of the parameters are compared,
-    too. Everything is left as it was before. For a large model, compare some of the
-    parameters: the others need no memory for gradients.
+    gradients, and buffers after the step, are compared with those of the model for the
+    whole batch, on the host of the rank that has the last stage. Each replica has its
+    own part of the batch: gradients are compared with the mean over all parts.
+
+    If `model` is the one that the stages were cut from, it is run with the values that
+    they have now; if it is another one, such as a copy, the values of the parameters
+    are compared, too. Everything is left as it was before. For a large model, compare
+    some of the parameters: the others need no memory for gradients.
 
     Args:
         model: The unsplit model.
-        schedule: The schedule to be tried; without a loss function, its `eval` is. Or
-            this rank's stages, which then take the batch as one microbatch.
+        schedule: The schedule to verify; its `eval` if it has no loss function. Or this
+            rank's stages, which then take the batch as one microbatch.
         args: Positional arguments of the model, a tensor or a tuple.
-        target: What the loss function gets beside the output.
+        target: Second argument of the loss function.
         kwargs: Keyword arguments of the model, which the first stage takes.
-        loss_fn: The loss function; only for stages, a schedule has its own.
+        loss_fn: The loss function, for stages only; a schedule has its own.
         parameters: Glob patterns on the names of parameters whose gradients to compare.
-        tolerance: The largest difference that is rounding, relative to the largest
-            element of a value; None for what the parameters' dtypes let expect.
+        tolerance: The largest difference that counts as rounding, relative to the
+            largest element of a value; None for a default by the parameters' dtypes.
 
     Returns:
-        What was compared, equal on all ranks; `print` it on one of them.
+        The comparison, equal on all ranks; `print` it on one of them.
 
     Raises:
         ValueError: The ranks have different batches, or the stages' names are not the
@@ -99,30 +100,38 @@ def verify(
         buffers = pipeline.bring(root, step.buffers)
         found = None
         if pipeline.group.rank() == root:
-            brought = _Brought(values=values, grads=grads, buffers=buffers, step=step)
-            found = _compare(pipeline, host_copy(call), brought, tolerance)
-        told: list[Any] = pipeline.group.rendezvous.exchange("verification", found)
-    verification: Verification = told[root]
+            brought = _Brought(
+                values=values,
+                grads=grads,
+                buffers=buffers,
+                step=step,
+                calls=pipeline.calls_of_replicas(call),
+            )
+            found = _compare(pipeline, brought, tolerance)
+        exchanged: list[Any] = pipeline.group.rendezvous.exchange("verification", found)
+    verification: Verification = exchanged[root]
     return verification
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Brought:
-    """What the stages of all ranks have, by the model's names, on the host.
+    """The values of the stages of all ranks, by the model's names, on the host.
 
-    `values` are those before the step, `buffers` those after it.
+    `values` are those before the step, `buffers` those after it. `calls` are those of
+    all replicas, first this one's.
     """
 
     values: dict[str, Tensor]
     grads: dict[str, Tensor]
     buffers: dict[str, Tensor]
     step: StepResult
+    calls: list[Call]
 
 
 def _compare(
-    pipeline: ComparedPipeline, call: Call, brought: _Brought, tolerance: float | None
+    pipeline: ComparedPipeline, brought: _Brought, tolerance: float | None
 ) -> Verification:
-    """Run the unsplit model, and compare all that the pipeline gave."""
+    """Run the unsplit model, and compare all results of the pipeline."""
     unsplit = _unsplit(pipeline, brought)
     named = unsplit.named()
     differences = []
@@ -136,7 +145,13 @@ def _compare(
             )
             for name, value in brought.values.items()
         ]
-    outputs, loss = unsplit.run(call, 1.0)
+    own, *others = brought.calls
+    outputs, loss = unsplit.run(own, 1 / len(brought.calls))
+    if pipeline.is_trained and others:
+        beside = _unsplit(pipeline, brought)
+        for call in others:
+            beside.run(call, 1 / len(brought.calls))
+        unsplit.add_gradients(beside)
     differences += _output_differences(brought.step.outputs, outputs)
     if loss is not None and brought.step.losses:
         total = torch.stack(brought.step.losses).sum() * pipeline.rank.grad_scale
@@ -154,7 +169,7 @@ def _compare(
     )
     if found.is_equal:
         return found
-    return replace(found, notes=_notes(pipeline, call, brought, found.tolerance))
+    return replace(found, notes=_notes(pipeline, brought, found.tolerance))
 
 
 def _unsplit(pipeline: ComparedPipeline, brought: _Brought) -> UnsplitModel:
@@ -171,7 +186,7 @@ def _unsplit(pipeline: ComparedPipeline, brought: _Brought) -> UnsplitModel:
 def _output_differences(
     got: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> list[Difference]:
-    """Compare outputs; of a scalar a schedule returns one per microbatch."""
+    """Compare outputs; for a scalar output a schedule returns one per microbatch."""
     found = []
     for index in range(max(len(got), len(expected))):
         name = "output" if len(expected) == 1 else f"output[{index}]"
@@ -186,7 +201,7 @@ def _output_differences(
 def _gradient_differences(
     got: Mapping[str, Tensor], model: Mapping[str, Tensor]
 ) -> list[Difference]:
-    """Compare gradients; one that is not there counts as zeros."""
+    """Compare gradients; a missing one counts as zeros."""
     wanted = {name: value.grad for name, value in model.items()}
     floor = _FLOOR * largest_of([grad for grad in wanted.values() if grad is not None])
     found = []
@@ -205,10 +220,10 @@ def _gradient_differences(
 
 
 def _notes(
-    pipeline: ComparedPipeline, call: Call, brought: _Brought, tolerance: float
+    pipeline: ComparedPipeline, brought: _Brought, tolerance: float
 ) -> tuple[str, ...]:
-    """Say what may explain differences."""
-    if _unsplit(pipeline, brought).draws_random_numbers(call):
+    """Return hints at what may explain differences."""
+    if _unsplit(pipeline, brought).draws_random_numbers(brought.calls[0]):
         return (
             "note: the model draws random numbers, such as of dropout, and another "
             "process draws others. Set their probability to 0, or call eval() first.",
@@ -217,8 +232,9 @@ def _notes(
         return ()
     unsplit = _unsplit(pipeline, brought)
     scale = pipeline.rank.grad_scale
-    for microbatch in _microbatches(pipeline, call):
-        unsplit.run(microbatch, scale)
+    for call in brought.calls:
+        for microbatch in _microbatches(pipeline, call):
+            unsplit.run(microbatch, scale / len(brought.calls))
     found = _gradient_differences(brought.grads, unsplit.named())
     if not all(difference.relative <= tolerance for difference in found):
         return ()
@@ -247,9 +263,9 @@ def _run(
     indices = sorted(stage.stage_index for stage in own)
     group = own[0].process_group
     with group.rendezvous.reporting("in verify"):
-        told = group.rendezvous.exchange("stages to verify", indices)
+        exchanged = group.rendezvous.exchange("stages to verify", indices)
     rows = [
         [f"{index}F0" for index in row] + [f"{index}B0" for index in reversed(row)]
-        for row in told
+        for row in exchanged
     ]
     return ScheduleFromTable(own, Schedule.from_cells(rows), loss_fn)

@@ -21,12 +21,12 @@ class UnsplitModel:
 
     Args:
         model: The model; not changed.
-        values: Values of parameters and buffers that it gets in place of its own.
+        values: Values of parameters and buffers that replace its own.
         compared: Names of the parameters that get gradients.
         loss_fn: Computes the loss from output and target, None for no loss.
         training: The mode that it runs in.
-        ties: Name → tie, of parameters that are one: making a stage by hand parts them
-            in the model that it is made of.
+        ties: Name → tie, for parameters that are one: making stages by hand separates
+            them in the model that they are made of.
 
     Raises:
         ValueError: A parameter or buffer of the model has no value anywhere.
@@ -63,7 +63,7 @@ class UnsplitModel:
 
         Args:
             call: Positional and keyword arguments, and the target.
-            factor: What the gradient is multiplied by.
+            factor: Factor of the gradient.
 
         Returns:
             The tensors of the output, and the loss.
@@ -78,8 +78,16 @@ class UnsplitModel:
             (loss * factor).backward()
         return tensors_of(output), None if loss is None else loss.detach()
 
+    def add_gradients(self, other: "UnsplitModel") -> None:
+        """Add the gradients of the same model for another batch."""
+        theirs = other.named()
+        for name, own in self._module.named_parameters():
+            more = theirs[name].grad
+            if more is not None:
+                own.grad = more if own.grad is None else own.grad + more
+
     def draws_random_numbers(self, call: Call) -> bool:
-        """Return whether a forward gives other values each time; runs it twice."""
+        """Return whether a forward gives different values each time; runs it twice."""
         args, kwargs, _ = call
         found = []
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -116,7 +124,7 @@ def _copied(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
         if value is None and own.device.type == "meta":
             missing += [] if id(own) in memo else [name]
         elif id(own) not in memo:
-            # Of its own memory: `cpu` returns a value on the host itself.
+            # A copy: `cpu` returns a value that is on the host itself.
             value = (own if value is None else value).detach().cpu().clone()
             if isinstance(own, nn.Parameter):
                 value = nn.Parameter(value, requires_grad=own.requires_grad)
@@ -131,7 +139,7 @@ def _copied(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
 
 @contextlib.contextmanager
 def _autocast() -> Iterator[None]:
-    """Compute on the host in the precision that autocast asks of the devices."""
+    """Compute on the host in the precision of autocast on the devices."""
     dtype = autocast_dtype()
     if dtype is None:
         yield

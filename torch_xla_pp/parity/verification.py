@@ -1,4 +1,4 @@
-"""What differs between a pipeline and the unsplit model, as a value."""
+"""The differences between a pipeline and the unsplit model, as values."""
 
 import math
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ _MOST_LINES = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """What a pipeline has of one value, beside what the unsplit model has.
+    """One value of a pipeline compared with that of the unsplit model.
 
     Args:
-        what: What the value is.
+        what: The kind of value.
         name: Its name in the model.
         largest: The model's largest absolute element.
         difference: The largest absolute difference of an element.
-        scale: What the difference is compared with; at least `largest`.
-        ratio: How many times the model's value the pipeline's is, by least squares:
-            4 for a gradient that was not divided by four microbatches.
+        scale: The number that the difference is relative to; at least `largest`.
+        ratio: Ratio of the pipeline's value to the model's, by least squares: 4 for a
+            gradient that was not divided by four microbatches.
         fault: Why they cannot be compared, empty if they can.
     """
 
@@ -51,11 +51,11 @@ class Difference:
         """Compare two values on the host.
 
         Args:
-            what: What they are.
+            what: The kind of values.
             name: Their name.
             got: The pipeline's, None if it has none.
             expected: The model's, likewise.
-            floor: The least scale: what is smaller is rounding.
+            floor: The least scale: smaller values are rounding errors.
         """
         if got is None or expected is None:
             lacks = "pipeline" if got is None else "model"
@@ -88,12 +88,12 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """What `verify` has found, the same on all ranks; prints as a table.
+    """The result of `verify`, the same on all ranks; prints as a table.
 
     Args:
         title: What was compared.
-        differences: Every value that was.
-        tolerance: The largest relative difference that is rounding.
+        differences: Every value that was compared.
+        tolerance: The largest relative difference that counts as rounding.
         notes: What may explain the differences, a sentence each.
     """
 
@@ -104,7 +104,7 @@ class Verification:
 
     @property
     def wrong(self) -> tuple[Difference, ...]:
-        """Return what differs by more than rounding, the worst first."""
+        """Return the values that differ by more than rounding, the worst first."""
         found = [d for d in self.differences if not d.relative <= self.tolerance]
         return tuple(sorted(found, key=_badness, reverse=True))
 
@@ -157,7 +157,7 @@ def largest_of(values: list[Tensor]) -> float:
 
 
 def default_tolerance(dtypes: set[torch.dtype]) -> float:
-    """Return what is rounding in a model that computes in some dtypes.
+    """Return the tolerance for a model that computes in some dtypes.
 
     Both sides sum in their own order: a few hundred units of the last place, in units
     of the largest element.
@@ -168,5 +168,5 @@ def default_tolerance(dtypes: set[torch.dtype]) -> float:
 
 
 def _badness(difference: Difference) -> float:
-    """Return what differences are sorted by; what is not a number comes first."""
+    """Return the sort key of a difference; one that is not a number comes first."""
     return math.inf if math.isnan(difference.relative) else difference.relative

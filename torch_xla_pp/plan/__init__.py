@@ -1,4 +1,4 @@
-"""WHO: what each stage needs from which others, and on which ranks they are. Pure."""
+"""WHO: which values each stage needs from which others, and their ranks. Pure."""
 
 from torch_xla_pp.plan.claims import (
     Claim,

@@ -1,6 +1,6 @@
-"""What every rank tells the others of its stages, and what does not fit.
+"""The claims that ranks exchange about their stages, and their faults.
 
-Every rank *claims* its stages before a schedule's first step, so that all ranks know at
+Every rank *claims* its stages before a schedule's first step, so that all ranks see at
 once whether the claims make one pipeline. Ranks that run the same stages in each
 replica of a pipeline then claim that their stages are equal.
 """
@@ -25,8 +25,8 @@ class StageClaim:
         index: Index of the stage.
         inputs: What it takes from other stages.
         shared: Group of a shared parameter → a text that is equal for equal copies.
-        tilings: Group of a shared parameter → how it is tiled on the stage's rank.
-        patterns: Pattern of its axis rules → whether something in it matches.
+        tilings: Group of a shared parameter → its tiling on the stage's rank.
+        patterns: Pattern of its axis rules → whether it matches a name of the stage.
     """
 
     index: int
@@ -46,7 +46,7 @@ class Claim:
         num_microbatches: Number of microbatches of the schedule.
         schedule: Name of the schedule's class.
         order: Its actions on all ranks, as a digest; empty if they are not known.
-        transport: Name of what carries values between ranks.
+        transport: Name of the transport of values between ranks.
         replica: Which replica of the pipeline this is, and of how many.
         plan: Digest of the plan that the stages were built by; empty if by none.
         key: A text of the rank's own that no other handshake has.
@@ -67,8 +67,7 @@ def wiring_of(claims: Sequence[Claim]) -> tuple[Wiring | None, list[str]]:
     """Put the claims of the ranks together.
 
     Returns:
-        How the stages are connected, None if that cannot be told; and what does not
-        fit.
+        How the stages are connected, None if that cannot be determined; and all faults.
     """
     if faults := claim_faults(claims):
         return None, faults
@@ -95,7 +94,7 @@ def _wired(claims: Sequence[Claim]) -> Wiring:
 
 
 def claim_faults(claims: Sequence[Claim]) -> list[str]:
-    """List what does not fit between the claims of the ranks, by rank."""
+    """List the faults of the ranks' claims, given by rank."""
     faults = []
     for what in (
         "num_stages",
@@ -117,7 +116,7 @@ def claim_faults(claims: Sequence[Claim]) -> list[str]:
 
 
 def transport_faults(transports: Sequence[str]) -> list[str]:
-    """List what is wrong with the transports of the ranks of a group."""
+    """List the faults of the transports of a group's ranks."""
     if len(set(transports)) == 1:
         return []
     return [
@@ -187,7 +186,7 @@ class ReplicaClaim:
         num_stages: Number of stages of the pipeline.
         stages: Stage of the rank → name of a parameter → a text that is equal for
             equal ones.
-        transport: Name of what carries gradients between replicas.
+        transport: Name of the transport of gradients between replicas.
     """
 
     num_stages: int

@@ -1,6 +1,6 @@
 """How the values that one stage makes reach the stages that use them.
 
-Which stage a consumer gets a value from is the law of `schedule.givers_of`.
+The stage from which a consumer gets a value follows the law of `schedule.givers_of`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,9 +32,9 @@ class Consumers:
     ranks: Sequence[int]
 
     def passed(self, giver: int, consumer: int) -> tuple[int, ...]:
-        """Return the slots of what `consumer` gets from stage `giver`.
+        """Return the slots of the values that `consumer` gets from stage `giver`.
 
-        That is the producer, or a stage of the consumer's rank.
+        The giver is the producer, or a stage of the consumer's rank.
         """
         slots = self.uses.get(consumer, ())
         return tuple(slot for slot in slots if self._giver(slot, consumer) == giver)

@@ -1,4 +1,4 @@
-"""Where the arguments of a stage come from."""
+"""The sources of a stage's arguments."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,10 +33,10 @@ class StageInputs:
 
     @classmethod
     def of(cls, stage: int, inputs_from: InputsFrom | None) -> "StageInputs":
-        """Return the inputs of a stage; None for what the previous stage makes.
+        """Return the inputs of a stage; None stands for the previous stage's outputs.
 
         Raises:
-            ValueError: Something is not a source, or not made before the stage.
+            ValueError: An item is not a source, or is not made before the stage.
         """
         if inputs_from is None:
             previous = () if stage == 0 else (Source(stage - 1),)

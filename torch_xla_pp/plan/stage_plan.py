@@ -1,8 +1,8 @@
-"""What goes into a stage and comes out of it in one kind of step.
+"""The inputs and outputs of a stage in one kind of step.
 
-A stage waits for the *offers* of earlier stages, which say what these make, plans its
-own kind of step from them, and makes an offer to later ones. Planning is pure: offers
-and arguments in, a frozen plan out.
+A stage waits for the *offers* of earlier stages, which describe their outputs, plans
+its own kind of step from them, and makes an offer to later ones. Planning is pure:
+offers and arguments in, a frozen plan out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,18 +19,18 @@ from torch_xla_pp.plan.step_kind import Arguments
 from torch_xla_pp.plan.wiring import Wiring
 
 Tilings = Mapping[int, Mapping[Value, Tiling]]
-"""Stage → how what it takes and makes is tiled over its rank's devices."""
+"""Stage → tilings of its inputs and outputs over its rank's devices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """What a stage makes for every microbatch.
+    """The outputs that a stage makes for every microbatch.
 
     Args:
         output: The structure of its output.
         values: The tensors of the output, with partitions over the stage's own rank.
         rows: Size of the batch dimension of a microbatch.
-        num_random: How many random operations the stages so far have.
+        num_random: Number of random operations of the stages up to this one.
     """
 
     output: Template
@@ -41,21 +41,21 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:
-    """What a stage takes in one kind of step.
+    """The inputs of a stage in one kind of step.
 
     Args:
         stage: Index of the stage.
         num_microbatches: Microbatches per step.
         rows: Rows of a microbatch.
-        arguments: Structure of what other stages give.
-        values: The values that they give, by slot of `arguments`.
-        received: What these look like.
+        arguments: Structure of the arguments from other stages.
+        values: Their values, by slot of `arguments`.
+        received: Specs of these values.
         parameters: Names of the keyword arguments that the schedule may pass in, None
             for any.
         consumers: How the values of each producer reach their consumers.
-        random_before: How many random operations earlier stages have.
+        random_before: Number of random operations of earlier stages.
         given: Tensors that the schedule passes in.
-        given_arguments: What the schedule's arguments must look like.
+        given_arguments: Description of the arguments that the schedule must pass in.
     """
 
     stage: int
@@ -81,12 +81,12 @@ class StagePlan:
         return bool(self.given_arguments.template.leaves)
 
     def held(self, outputs: Sequence[TensorSpec]) -> dict[Value, TensorSpec]:
-        """Return what the stage takes from others and makes."""
+        """Return the values that the stage takes from others and makes."""
         made = {Value(self.stage, slot): spec for slot, spec in enumerate(outputs)}
         return {**dict(zip(self.values, self.received, strict=True)), **made}
 
     def is_like(self, other: "StagePlan") -> bool:
-        """Return whether the same programs serve another kind of step."""
+        """Return whether the same programs can run another kind of step."""
         return replace(self, random_before=other.random_before) == other
 
     def takes(self, name: str) -> bool:
@@ -96,16 +96,16 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlanner:
-    """The facts of a stage, known before the first step, that its plans follow from.
+    """The facts about a stage, known before the first step, that determine its plans.
 
     Args:
         stage: Index of the stage.
         layout: How values are partitioned over its rank's devices.
-        free_parameters: From the number of positional arguments and the names of the
-            keyword arguments that other stages give to those that the schedule may
-            pass in, None for any.
-        expected_inputs: Texts of what the positional inputs must look like, None if
-            anything goes.
+        free_parameters: Takes the number of positional arguments and the names of
+            keyword arguments that come from other stages; returns the names of those
+            that the schedule may pass in, None for any.
+        expected_inputs: Texts of the positional inputs that the stage requires, None
+            for any.
     """
 
     stage: int
@@ -116,7 +116,7 @@ class StagePlanner:
     def needed(self, wiring: Wiring) -> list[int]:
         """Return the stages whose offers a plan is made from.
 
-        The offer of the previous stage tells what is counted from stage to stage.
+        The offer of the previous stage has the counts that go from stage to stage.
         """
         previous = {self.stage - 1} if self.stage else set()
         return sorted(previous.union(wiring.producers(self.stage)))
@@ -129,17 +129,17 @@ class StagePlanner:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> StagePlan:
-        """Return what goes into the stage in a kind of step.
+        """Return the plan of the stage in a kind of step.
 
         Args:
-            wiring: What each stage takes from others.
-            offers: What the stages make that are `needed`.
+            wiring: The inputs of each stage from others.
+            offers: The offers of the stages that are `needed`.
             num_microbatches: Microbatches of a step.
             args: Positional arguments that the schedule passes in for a microbatch.
             kwargs: Keyword arguments for all stages of the rank.
 
         Raises:
-            StageShapeError: The stage cannot take what the others make.
+            StageShapeError: The stage cannot take the outputs of the others.
             ValueError: The schedule's arguments do not fit.
         """
         templates = {p: offers[p].output for p in wiring.producers(self.stage)}
@@ -177,9 +177,9 @@ class StagePlanner:
     def _arriving(
         self, offered: Sequence[TensorSpec], rows: int
     ) -> tuple[TensorSpec, ...]:
-        """Return how offered values are partitioned here, by this rank's rules.
+        """Return the partitions of offered values here, by this rank's rules.
 
-        With the sender's mesh and rules they arrive as they were sent.
+        With the sender's mesh and rules they arrive sharded as they were sent.
         """
         faults = self.layout.constraint_faults(
             (spec.axes, spec.shape) for spec in offered if spec.axes is not None
@@ -217,13 +217,13 @@ class StagePlanner:
 def check_fits(
     stage: int, source: str, offered: Sequence[TensorSpec], own: Sequence[str]
 ) -> None:
-    """Refuse values that differ from what a stage declares to take.
+    """Refuse values that differ from the inputs that a stage declares.
 
     Args:
         stage: The stage that takes them.
-        source: Who offers them.
-        offered: What is offered.
-        own: What the stage expects, as texts of `TensorSpec`.
+        source: Name of the stage that offers them.
+        offered: The offered values.
+        own: The inputs that the stage expects, as texts of `TensorSpec`.
 
     Raises:
         StageShapeError: Some differ; all of them are named.

@@ -1,4 +1,4 @@
-"""What makes one step of another kind than the next, and needs programs of its own."""
+"""The kinds of steps, each of which needs programs of its own."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,11 @@ from torch_xla_pp.graph import Captured, Template
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What a schedule passes in for a microbatch.
+    """The arguments that a schedule passes in for a microbatch.
 
     Args:
-        template: Positional and keyword arguments, with slots in place of tensors
-            that know their shapes and dtypes.
+        template: Positional and keyword arguments, with slots of known shapes and
+            dtypes in place of tensors.
     """
 
     template: Template
@@ -31,7 +31,7 @@ class Arguments:
     def of(
         cls, args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> tuple["Arguments", list[Tensor]]:
-        """Return what describes arguments, and the tensors among them."""
+        """Return a description of arguments, and the tensors among them."""
         template, tensors = Template.of_arguments(args, kwargs)
         return cls(template), tensors
 
@@ -42,7 +42,7 @@ class Arguments:
 
 
 class Mode(NamedTuple):
-    """What changes a module's forward besides its inputs.
+    """The state besides its inputs that a module's forward depends on.
 
     Attributes:
         state: Number of the Python values that it reads, see `Captured`: training

@@ -1,4 +1,4 @@
-"""The stages of all ranks, and what each takes from the others."""
+"""The stages of all ranks, and the inputs that each takes from the others."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,13 +15,13 @@ from torch_xla_pp.schedule import carriers_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wiring:
-    """What each stage takes, which parameters it shares, and its rank.
+    """The inputs of each stage, the parameters that it shares, and its rank.
 
     Args:
         inputs: Inputs of each stage.
         ranks: Rank of each stage.
         shared: Group of shared parameters → stages that have a copy, in order.
-        tilings: Group → stage → how its copy is tiled on its rank.
+        tilings: Group → stage → tiling of its copy on its rank.
     """
 
     inputs: Sequence[StageInputs]
@@ -66,7 +66,7 @@ class Wiring:
     def carriers(self) -> list[tuple[int, int]]:
         """Return pairs of stages of a rank of which the first may receive for both.
 
-        What the outputs are made of is not known yet: sources are taken for values.
+        The structure of outputs is not known yet: each source counts as one value.
         """
         stages = range(len(self.inputs))
         values = [value for stage in stages for value in self._values_of(stage)]
@@ -84,7 +84,7 @@ class Wiring:
             yield producer, {c for c, key in uses if key in (item, None)}
 
     def faults(self) -> list[str]:
-        """List the stages that have nothing to take, or whose outputs nobody takes."""
+        """List the stages that have no inputs, or whose outputs no stage takes."""
         last = len(self.inputs) - 1
         taken = {producer for producer, _ in self.edges()}
         return [

@@ -1,9 +1,9 @@
 """Stages of which some are branches of the model, with the least bottleneck.
 
-A stage is a run of parts of a series, a run of whole branches, or it lies within a
-part. The *depth* of a stage is the number of stages on the longest path from it to the
-end, and bounds its microbatches in flight: parallel branches do not count for each
-other, so that they hold less and fill sooner than a chain of as many stages.
+A stage is a run of parts of a series, a run of whole branches, or is within a part. The
+*depth* of a stage is the number of stages on the longest path from it to the end, and
+bounds its microbatches in flight: parallel branches do not add to each other's depth,
+so that they hold less and fill sooner than a chain of as many stages.
 
 For each part the least bottleneck is found for every number of ranks, bound on the
 depth of its first stage, and depth of what follows it. With equal ranks the bottleneck
@@ -32,17 +32,17 @@ Table = NDArray[np.float32]
 MOST_RANKS = 32
 _MOST_PARTS = 160
 _GAIN = 0.99
-# Parts whose times differ by rounding alone share a table.
+# Parts whose times differ only by rounding share a table.
 _ROUNDING = 1 + 1e-6
 
 
 class BranchTables:
-    """The tree of a model, and what runs of its works take.
+    """The tree of a model, and the costs of runs of its works.
 
     Args:
         tree: The tree.
         order: Its works in their order.
-        works: What works cost.
+        works: The costs of works.
         remat: Which of "none" and "full" are allowed.
     """
 
@@ -62,8 +62,8 @@ class _Solved:
     """A part's least bottlenecks by ranks, bound of depth, and depth after it.
 
     Args:
-        least: What the part takes.
-        rests: The same for its parts from each one on, and for nothing.
+        least: The bottlenecks of the part.
+        rests: The same for its parts from each one on, and for no part.
         parts: The parts themselves.
     """
 
@@ -78,7 +78,7 @@ def cut_branches(
     """Return the best stages for each depth that pays, the least depth first.
 
     Args:
-        tables: What runs take.
+        tables: The costs of runs.
         num_ranks: Number of stages.
         lives: Microbatches in flight in a stage of depth 1, 2, …
         capacity: Bytes that a stage may hold.
@@ -90,7 +90,7 @@ class BranchCuts:
     """Tables of a tree for up to so many ranks; none if these are too many.
 
     Args:
-        tables: What runs take.
+        tables: The costs of runs.
         most_ranks: The most stages to be asked for.
         lives: Microbatches in flight in a stage of depth 1, 2, …
         capacity: Bytes that a stage may hold.
@@ -133,10 +133,10 @@ def absorbed(
     Args:
         division: One stage more than there are ranks.
         edges: Edges between works.
-        loads: What each work takes.
+        loads: The time of each work.
 
     Returns:
-        The one or two joined divisions whose fullest stage takes least.
+        The one or two joined divisions with the least bottleneck.
     """
     stages = division.stages
     pairs = {(stages[p], stages[c]) for p, c in edges if stages[p] != stages[c]}
@@ -226,7 +226,7 @@ class _Solver:
         return found
 
     def _one_branch(self, first: int, last: int) -> Table:
-        """Return what one stage takes by bound of its depth, and what follows it."""
+        """Return the time of one stage by bound of its depth, and what follows it."""
         times = np.append(self._times[:, first, last], np.float32(np.inf))
         depths = np.arange(len(times))
         is_deeper = depths[:, None] > depths[None, :]
@@ -380,7 +380,7 @@ def _before(
     Args:
         first: The part.
         rest: What comes after it.
-        found: Where the least of both is noted.
+        found: Receives the least bottlenecks of both.
         num_works: Works of the part.
         num_all: Works of both.
     """

@@ -1,12 +1,12 @@
-"""Check a plan against the model it is for, by other means than the search's.
+"""Check a plan against its model, by other means than the search's.
 
 What is counted here is counted from the work graph's own fields, a stage and a value
 at a time; nothing of the search, of its tables or of its evaluation is used.
 
 Laws: the plan is of this model; every operation is in one stage, and no work is cut
 apart; values go to higher stages only; stages and ranks count from 0 without gaps; rows
-divide; the order of actions can run, with the edges that the model has; no device holds
-more than it has, and the plan does not state less than it holds.
+divide; the order of actions can run, with the edges that the model has; no device needs
+more memory than it has, and the plan does not state less than it needs.
 """
 
 from collections import Counter, defaultdict
@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from torch_xla_pp.errors import ScheduleError
 from torch_xla_pp.planner.plan import PipelinePlan
 from torch_xla_pp.planner.plan_faults import plan_faults
+from torch_xla_pp.planner.plan_splits import PlanSplits
 from torch_xla_pp.schedule import carriers_of, verify
-from torch_xla_pp.work import WorkGraph, WorkParameter
+from torch_xla_pp.work import WorkGraph, WorkValue
 
 _TOLERANCE = 0.01
 
@@ -29,7 +30,7 @@ def check(plan: PipelinePlan, graph: WorkGraph) -> None:
         graph: The work of the model that it is to run.
 
     Raises:
-        ValueError: It does; all faults are listed.
+        ValueError: The plan breaks some; all faults are listed.
     """
     faults = faults_in(plan, graph)
     if faults:
@@ -37,14 +38,14 @@ def check(plan: PipelinePlan, graph: WorkGraph) -> None:
 
 
 def faults_in(plan: PipelinePlan, graph: WorkGraph) -> list[str]:
-    """Return what is wrong with a plan; later laws only if the stages are sound."""
+    """Return the faults of a plan; checks later laws only if the stages are sound."""
     if found := [*_model_faults(plan, graph)]:
         return found
     if found := [*plan_faults(plan), *_op_faults(plan, graph)]:
         return found
     if found := [*_edge_faults(plan, graph)]:
         return found
-    return [*_order_faults(plan, graph)] or [*_memory_faults(plan, graph)]
+    return [*_order_faults(plan)] or [*_memory_faults(plan, graph)]
 
 
 def _model_faults(plan: PipelinePlan, graph: WorkGraph) -> Iterator[str]:
@@ -116,7 +117,7 @@ def _edge_faults(plan: PipelinePlan, graph: WorkGraph) -> Iterator[str]:
         edge for flow in plan.predicted.flows if flow.num_bytes for edge in flow.edges
     }
     for producer, consumer in sorted(sized - edges):
-        # The first stage may send the model's inputs on.
+        # The first stage may pass the model's inputs on.
         if producer != 0:
             yield (
                 f"edges: expected no {producer}->{consumer}, as no value goes there. "
@@ -124,7 +125,7 @@ def _edge_faults(plan: PipelinePlan, graph: WorkGraph) -> Iterator[str]:
             )
 
 
-def _order_faults(plan: PipelinePlan, graph: WorkGraph) -> Iterator[str]:
+def _order_faults(plan: PipelinePlan) -> Iterator[str]:
     placement = {number: stage.rank for number, stage in enumerate(plan.stages)}
     users: dict[int, set[int]] = {}
     for producer, consumer in plan.edges:
@@ -164,16 +165,15 @@ def _memory_faults(plan: PipelinePlan, graph: WorkGraph) -> Iterator[str]:
 def _rank_need(
     plan: PipelinePlan, graph: WorkGraph, number: int, own: Sequence[int]
 ) -> float:
-    """Count what a device of a rank holds at most."""
-    mesh = plan.ranks[number].mesh
-    is_fsdp = "fsdp" in plan.ranks[number].rules
-    data, model = mesh.get("data", 1), mesh.get("model", 1)
-    rows = plan.batch.rows_per_microbatch / data
+    """Return the most bytes that a device of a rank holds."""
+    split = PlanSplits(plan, number)
+    rows = plan.batch.rows_per_microbatch / split.strategy.data
     homes = _homes(plan, graph)
     touched: defaultdict[str | None, float] = defaultdict(float)
     for value in graph.values:
-        for name in (value.producer, *value.users):
-            touched[name] += value.size.of(rows)
+        is_used = value.users or value.name in graph.outputs
+        for name in (value.producer, *value.users) if is_used else ():
+            touched[name] += value.size.of(rows) * split.share(value.dims)
     state, largest = 0.0, 0.0
     saved = dict.fromkeys(own, 0.0)
     passed = dict.fromkeys(own, 0.0)
@@ -186,46 +186,52 @@ def _rank_need(
         for work in graph.works:
             if work.name not in names:
                 continue
-            is_split = any(_is_split(p, model) for p in work.parameters)
-            share = 1 / model if is_split else 1.0
-            whole = 0.0
             for parameter in work.parameters:
-                split = model if _is_split(parameter, model) else 1
-                whole += parameter.bytes / split
                 if parameter.tied is None or parameter.tied not in seen:
-                    kept = parameter.bytes / split / (data if is_fsdp else 1)
+                    kept = split.kept_bytes(parameter)
                     state += kept * (2 + plan.costs.optimizer_bytes)
                 seen |= {parameter.tied} if parameter.tied is not None else set()
-            saved[stage] += work.saved[remat].of(rows) * share
+            saved[stage] += split.saved(work, remat, rows)
             is_late = work.name not in in_input
             is_last = not any(
                 value.producer == work.name and names & set(value.users)
                 for value in graph.values
             )
-            late = work.passed[remat if is_last else "none"]
-            if is_late:
-                late = work.saved[remat]
-            passed[stage] += late.of(rows) * share
-            held = work.saved["none"].of(rows) * share + touched[work.name]
-            largest = max(largest, held + (whole if is_fsdp else 0.0))
+            again = remat if is_last else "none"
+            late = split.passed(work, again, rows)
+            passed[stage] += split.saved(work, remat, rows) if is_late else late
+            held = split.saved(work, "none", rows) + touched[work.name]
+            if split.strategy.has_fsdp:
+                held += sum(map(split.used_bytes, work.parameters))
+            largest = max(largest, held)
         entering = [
             value
             for value in graph.values
             if value.producer not in names and names & set(value.users)
         ]
         entered = {value.name for value in entering}
+        kept_here: set[str] = set()
+        late_here: set[str] = set()
         for value in graph.values:
             enters = value.name in entered
             is_kept = enters if remat == "full" else names & set(value.kept_by)
-            if is_kept:
-                saved[stage] += value.size.of(rows)
             readers = names & (
                 {*value.passed_by} & in_input | {*value.kept_by} - in_input
             )
-            if readers:
-                passed[stage] += value.size.of(rows)
+            whole = _whole_of(value, graph, names)
+            kept_here |= {whole} if is_kept else set()
+            late_here |= {whole} if readers else set()
+        for value in graph.values:
+            is_whole = value.name in graph.outputs or {
+                homes[user] for user in value.users
+            } != {homes.get(value.producer or "")}
+            size = value.size.of(rows) * (1 if is_whole else split.share(value.dims))
+            if value.name in kept_here:
+                saved[stage] += size
+            if value.name in late_here:
+                passed[stage] += size
             if value.name in graph.outputs and value.producer in names:
-                outputs[stage] += value.size.of(rows)
+                outputs[stage] += size
         if not any(value.has_gradient for value in entering):
             # W is the whole backward.
             passed[stage] = saved[stage]
@@ -233,14 +239,24 @@ def _rank_need(
     return state + _most_kept(plan, number, saved, passed) + largest
 
 
+def _whole_of(value: WorkValue, graph: WorkGraph, names: set[str]) -> str:
+    """Return what works keep for a value: if they make a view, what it is of."""
+    while value.view_of is not None and value.producer in names:
+        value = next(other for other in graph.values if other.name == value.view_of)
+    return value.name
+
+
 def _in_input_backward(graph: WorkGraph, names: set[str]) -> set[str]:
     """Return the works of a stage from which a gradient goes to an earlier one."""
+    used: defaultdict[str, list[str | None]] = defaultdict(list)
+    for value in graph.values:
+        for user in names.intersection(value.users) if value.has_gradient else ():
+            used[user].append(value.producer)
     found: set[str] = set()
     for work in graph.works:
-        used = [v for v in graph.values if v.has_gradient and work.name in v.users]
-        if any(v.producer not in names or v.producer in found for v in used):
+        if any(made not in names or made in found for made in used[work.name]):
             found.add(work.name)
-    return found & names
+    return found
 
 
 def _most_kept(
@@ -258,8 +274,3 @@ def _most_kept(
             kept += passed[action.stage] if action.kind == "I" else 0.0
         most = max(most, kept)
     return most
-
-
-def _is_split(parameter: WorkParameter, model: int) -> bool:
-    sizes = parameter.shape
-    return model > 1 and len(sizes) > 1 and any(s and s % model == 0 for s in sizes)

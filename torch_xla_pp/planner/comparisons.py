@@ -1,4 +1,4 @@
-"""What speaks for a plan: the best plans in which one choice differs."""
+"""The reasons for a plan: the best plans in which one choice differs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ def pinned(request: Request, best: Evaluation) -> Request:
 def other_plans(
     request: Request, evaluator: Evaluator, best: Evaluation
 ) -> Iterator[tuple[str, Evaluation, Request]]:
-    """Yield choices that could be another one, with the best plan if they are."""
+    """Yield choices that could be different, with the best plan in which they are."""
     own, mine = pinned(request, best), best.cut.setting
     for change, asked in _changes(request, own, best):
 
@@ -49,14 +49,14 @@ def other_plans(
 def with_other_stages(
     request: Request, evaluator: Evaluator, best: Evaluation
 ) -> tuple[str, Evaluation, Request] | None:
-    """Return the best plan with all else as planned, were its stages not given."""
+    """Return the best plan with the given stages left free, and all else as planned."""
     asked = replace(pinned(request, best), stages=None)
     found = search(asked, evaluator)
     return ("stages", best_of(found), asked) if found.best else None
 
 
 def alternative_of(change: str, other: Evaluation, request: Request) -> Alternative:
-    """Describe a plan in which one choice differs, and the request that gives it."""
+    """Describe a plan in which one choice differs, and the options for it."""
     return Alternative(
         label=_label(change, other),
         change=change,
@@ -70,7 +70,7 @@ def alternative_of(change: str, other: Evaluation, request: Request) -> Alternat
 def _changes(
     request: Request, own: Request, best: Evaluation
 ) -> Iterator[tuple[str, Request]]:
-    """Yield what may differ, and a request in which it alone is free."""
+    """Yield each choice that may differ, and a request in which it alone is free."""
     per_rank = request.stages_per_rank
     yield (
         "schedule",
@@ -88,7 +88,7 @@ def _changes(
 
 
 def _is_same(change: str, other: Setting, mine: Setting) -> bool:
-    """Tell if two settings agree in what should differ."""
+    """Return whether two settings agree in the choice that should differ."""
     return {
         "schedule": mine.schedule == other.schedule,
         "microbatches": mine.num_microbatches == other.num_microbatches,
@@ -113,7 +113,7 @@ def _label(change: str, other: Evaluation) -> str:
 
 
 def options_text(request: Request) -> str:
-    """Write the options of the command that ask for this."""
+    """Write the options of the command for such a plan."""
     parts = [f"--rows {request.rows}"]
     lists: tuple[tuple[str, Sequence[object] | None], ...] = (
         ("replicas", request.replicas),

@@ -1,8 +1,8 @@
-"""Devices and how they are connected, as a plan takes them.
+"""Devices and their links, as a plan takes them.
 
-Figures of vendors are peaks; `efficiency` says how much of the peak FLOP/s the products
-of a model reach, and is a guess wherever `is_verified` is false. A file with figures of
-one's own is what `DeviceSpec.to_json` writes.
+Figures of vendors are peaks; `efficiency` is the share of the peak FLOP/s that the
+products of a model reach, and is a guess wherever `is_verified` is false.
+`DeviceSpec.to_json` writes a file for figures of one's own.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch_xla_pp import record
+from torch_xla_pp.accelerators import CHIPS
 from torch_xla_pp.simulate import Link, Network
 
 _FORMAT = "torch_xla_pp device 1"
@@ -20,23 +21,23 @@ _GB, _GIB = 10**9, 2**30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSpec:
-    """What one device computes, holds and moves.
+    """The figures of one device: computing, memory and links.
 
     Args:
         name: Its name.
         flops_per_s: Peak of products of matrices.
-        dtype: What these products are of, such as "bfloat16"; "" if of anything.
-        efficiency: Share of that which models reach.
+        dtype: The dtype of these products, such as "bfloat16"; "" for any.
+        efficiency: Share of the peak that models reach.
         bytes_per_s: Bandwidth of its memory.
         memory_bytes: Size of its memory.
-        action_s: What starting one program takes, whatever it does.
+        action_s: Time to start a program, whatever it does.
         link_bytes_per_s: Bandwidth to the next device of the same rank, one way.
-        link_latency_s: What a collective takes for nothing.
+        link_latency_s: Time of a collective of no bytes.
         is_verified: Whether the figures were measured.
-        source: Where they are from.
+        source: The source of the figures.
 
     Raises:
-        ValueError: A figure is missing a sense; all are named.
+        ValueError: A figure makes no sense; all such are named.
     """
 
     name: str
@@ -118,9 +119,11 @@ class Cluster:
     Args:
         device: The kind of all devices.
         num_devices: Number of devices in all.
-        memory_bytes: What a plan may use of each device's memory, None for all.
+        memory_bytes: The part of a device's memory that a plan may use, None for all.
         reserve: Share of it that is left free.
         network: Links between the ranks of a pipeline.
+        replica_link: The link from a rank to that of the next replica, with which it
+            sums gradients; None if it is as fast as those of a pipeline.
 
     Raises:
         ValueError: There are no devices, or the reserve is no share.
@@ -131,6 +134,7 @@ class Cluster:
     memory_bytes: int | None = None
     reserve: float = 0.08
     network: Network = field(default_factory=Network)
+    replica_link: Link | None = None
 
     def __post_init__(self) -> None:
         faults = []
@@ -147,9 +151,14 @@ class Cluster:
 
     @property
     def capacity_bytes(self) -> int:
-        """What stages may take of a device's memory."""
+        """The memory of a device that stages may use."""
         memory = self.memory_bytes or self.device.memory_bytes
         return math.floor(memory * (1 - self.reserve))
+
+    @property
+    def link_of_replicas(self) -> Link:
+        """The link from a rank to that of the next replica."""
+        return self.replica_link or self.network.default
 
     def with_memory(self, memory_bytes: int) -> "Cluster":
         """Return the same devices with another memory."""
@@ -172,7 +181,8 @@ def _known(specs: Iterable[DeviceSpec]) -> dict[str, DeviceSpec]:
     return {spec.name: spec for spec in specs}
 
 
-# A link has half of the stated bandwidth, which counts both ways.
+# The link is one of a chip's links in `CHIPS`: a collective along one axis of a mesh
+# cannot use the others.
 DEVICES = _known(
     (
         DeviceSpec(
@@ -196,7 +206,7 @@ DEVICES = _known(
             bytes_per_s=819e9,
             memory_bytes=16 * _GB,
             action_s=5e-5,
-            link_bytes_per_s=200e9,
+            link_bytes_per_s=CHIPS["v5e"].link_bytes_per_s,
             link_latency_s=1e-6,
             dtype="bfloat16",
             source="https://docs.cloud.google.com/tpu/docs/v5e (bf16); efficiency, "
@@ -209,7 +219,7 @@ DEVICES = _known(
             bytes_per_s=2765e9,
             memory_bytes=95 * _GIB,
             action_s=5e-5,
-            link_bytes_per_s=600e9,
+            link_bytes_per_s=CHIPS["v5p"].link_bytes_per_s,
             link_latency_s=1e-6,
             dtype="bfloat16",
             source="https://docs.cloud.google.com/tpu/docs/v5p-training (bf16); "
@@ -222,7 +232,7 @@ DEVICES = _known(
             bytes_per_s=1638e9,
             memory_bytes=32 * _GB,
             action_s=5e-5,
-            link_bytes_per_s=400e9,
+            link_bytes_per_s=CHIPS["v6e"].link_bytes_per_s,
             link_latency_s=1e-6,
             dtype="bfloat16",
             source="https://docs.cloud.google.com/tpu/docs/v6e (bf16); efficiency, "

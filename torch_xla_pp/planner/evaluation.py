@@ -1,6 +1,6 @@
-"""What a way to cut a model costs: seconds of a step, and bytes on each rank.
+"""The cost of a cut of a model: seconds of a step, and bytes on each rank.
 
-Terms: a *cut* gives each work a stage; a *setting* is all else that a plan chooses.
+Terms: a *cut* gives each work a stage; a *setting* is all other choices of a plan.
 Stages are numbered so that values go to higher ones only.
 """
 
@@ -25,12 +25,19 @@ from torch_xla_pp.planner.orders import (
 )
 from torch_xla_pp.planner.strategies import Strategy
 from torch_xla_pp.planner.work_costs import Array, WorkCosts, WorkTable
-from torch_xla_pp.simulate import Costs, Flow, chain_flows, stage_seconds, step_seconds
+from torch_xla_pp.simulate import (
+    Costs,
+    Flow,
+    chain_flows,
+    ring_all_reduce_s,
+    stage_seconds,
+    step_seconds,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What a plan chooses besides the stages.
+    """The choices of a plan besides the stages.
 
     Args:
         num_ranks: Ranks of one pipeline.
@@ -61,7 +68,7 @@ class Cut:
     """The stage of each work, and which stages compute values again.
 
     Args:
-        setting: All else.
+        setting: The other choices.
         stages: Stage of each work.
         remat: "none" or "full" for each stage.
         placement: Rank of each stage if the schedule is "list"; () for the usual one.
@@ -90,17 +97,17 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankBytes:
-    """What one device of a rank holds at most, part by part.
+    """The most bytes that one device of a rank holds, part by part.
 
     Args:
         parameters: Parameters.
         gradients: Their gradients, which add up over a step.
         optimizer: The optimizer's state.
         saved: What is kept from F to B or I.
-        passed: What is kept from I to W, of what was saved, too.
+        passed: What is kept from I to W, including saved values.
         outputs: The model's outputs, or their gradients, from F to B. Outputs that a
             caller keeps to the end of a step are not counted.
-        temporary: A guess of what the largest program takes besides.
+        temporary: A guess of the temporaries of the largest program.
     """
 
     parameters: int
@@ -118,22 +125,22 @@ class RankBytes:
 
     @property
     def state(self) -> int:
-        """What is there between steps, and gradients."""
+        """The state between steps, and gradients."""
         return self.parameters + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """What a cut costs.
+    """The costs of a cut.
 
     Args:
         cut: The cut.
         step_s: Seconds of a step.
-        costs: What its stages cost.
-        ranks: What each rank holds.
+        costs: The costs of its stages.
+        ranks: The bytes of each rank.
         order: The order of actions.
-        capacity_bytes: What a device has for it.
-        rule: How the order was made, if it is listed.
+        capacity_bytes: The memory of a device for it.
+        rule: The rule that made the order, if it is listed.
     """
 
     cut: Cut
@@ -156,14 +163,14 @@ class Evaluation:
 
     @property
     def sort_key(self) -> tuple[int, float, float]:
-        """What to compare plans by: those that fit by time, others by memory."""
+        """The key to compare plans by: those that fit by time, others by memory."""
         over = max(0, self.peak_bytes - self.capacity_bytes)
         return over, self.step_s, self.peak_bytes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluator:
-    """What it takes to evaluate cuts of one model on one cluster.
+    """An evaluator of cuts of one model on one cluster.
 
     Args:
         table: The works.
@@ -171,9 +178,9 @@ class Evaluator:
         optimizer_bytes: Bytes of the optimizer's state for a byte of parameters.
         has_own_inputs: Whether stages take the model's inputs on their own rank.
             Otherwise the first stage takes all and sends them on.
-        has_chain: Whether each stage waits for the one before, as where stages are
-            run as a chain whatever their edges.
-        whole: What evaluates cuts, if the works of the table are joined ones.
+        has_chain: Whether each stage waits for the one before, as when stages run as a
+            chain whatever their edges.
+        whole: The evaluator of all works, if the works of the table are joined ones.
         groups: Then for each work of the whole the joined one.
     """
 
@@ -190,7 +197,7 @@ class Evaluator:
     _tables: dict[object, dict[object, Any]] = field(default_factory=dict, init=False)
 
     def works(self, strategy: Strategy, rows: int) -> WorkCosts:
-        """Return the costs of works, which are kept."""
+        """Return the costs of works, which are cached."""
         key = strategy, rows
         if key not in self._works:
             self._works[key] = WorkCosts(
@@ -199,17 +206,17 @@ class Evaluator:
         return self._works[key]
 
     def tables(self, name: object) -> dict[object, Any]:
-        """Return a table that searches with this evaluator share."""
+        """Return a cache that searches with this evaluator share."""
         return self._tables.setdefault(name, {})
 
     def evaluate(
         self, cut: Cut, rules: tuple[OrderRule, ...] = LIST_RULES
     ) -> Evaluation:
-        """Return what a cut costs, which is kept.
+        """Return the costs of a cut, which are cached.
 
         Args:
             cut: The cut.
-            rules: How to make its order if that is listed; the best one is taken.
+            rules: Rules for its order, if that is listed; the best one is taken.
         """
         key = cut, rules if cut.setting.schedule == LISTED else ()
         known = self.tables("evaluations")
@@ -279,12 +286,12 @@ class Evaluator:
     def costs(
         self, cut: Cut, held: "_Held | None" = None, is_split: bool | None = None
     ) -> Costs:
-        """Return what the stages of a cut take, send and keep.
+        """Return the costs of a cut's stages: time, messages and saved values.
 
         Args:
             cut: The cut.
-            held: What its stages hold, if that is known.
-            is_split: Whether W is a program of its own; None for as its schedule is.
+            held: The bytes that its stages hold, if known.
+            is_split: Whether W is a program of its own; None to follow its schedule.
         """
         setting = cut.setting
         works = self.works(setting.strategy, setting.rows)
@@ -307,8 +314,10 @@ class Evaluator:
         )
 
     def final_s(self, cut: Cut, works: WorkCosts) -> list[float]:
-        """Return what each stage takes at the end: sums of gradients, optimizer."""
-        found = _sums(cut, works.final_s(cut.setting.replicas))
+        """Return each stage's time at the end: sums of gradients, optimizer."""
+        replicas = cut.setting.replicas
+        found = _sums(cut, works.final_s(replicas))
+        found = found + ring_all_reduce_s(0, replicas, self.cluster.link_of_replicas)
         link = self.cluster.network.default
         for uses in self.table.ties.values():
             sharing = {cut.stages[place] for place, _ in uses}
@@ -319,21 +328,38 @@ class Evaluator:
 
 
 def stage_times(works: WorkCosts, cut: Cut) -> tuple[Array, Array, Array]:
-    """Return what F, I and W of each stage take, B being I and W in one program."""
+    """Return the times of F, I and W of each stage; B is I and W in one program."""
     stages = np.array(cut.stages)
     count = cut.num_stages
     forward, inputs, weights = (_binned(stages, s, count) for s in works.seconds)
     action_s = works.cluster.device.action_s
+    if works.by_rules is not None and works.strategy.model > 1:
+        _add_borders(works, cut, forward, inputs)
     inputs += action_s
     if "full" in cut.remat:
         inputs += forward * [remat == "full" for remat in cut.remat]
     return forward + action_s, inputs, weights
 
 
+def _add_borders(works: WorkCosts, cut: Cut, forward: Array, inputs: Array) -> None:
+    """Add what makes values whole that stages send, and gradients of them."""
+    table, count = works.table, cut.num_stages
+    homes, entered = _homes_and_users(table, cut.stages)
+    numbers = table.uses[:, 0]
+    is_sent = (homes[numbers] >= 0) & (entered != homes[numbers])
+    sent = np.unique(numbers[is_sent])
+    # Outputs of the model are whole in any case.
+    sent = sent[~np.isin(sent, table.outputs)]
+    forward += _binned(homes[sent], works.border_s[sent], count)
+    is_graded = is_sent & table.have_gradients[numbers]
+    keys = np.unique(numbers[is_graded] * count + entered[is_graded])
+    inputs += _binned(keys % count, works.border_s[keys // count], count)
+
+
 def flows_of(
     table: WorkTable, works: WorkCosts, stages: Sequence[int], has_own_inputs: bool
 ) -> tuple[Flow, ...]:
-    """Return what stages send each other; values of one way go together."""
+    """Return the flows between stages; values with the same stages go together."""
     sizes: Counter[tuple[int, tuple[int, ...], bool]] = Counter()
     homes, entered = _homes_and_users(table, stages)
     crossing = np.unique(table.uses[entered != homes[table.uses[:, 0]], 0])
@@ -369,7 +395,7 @@ def _homes_and_users(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Held:
-    """What one device holds for each stage; `saved`, `passed` per microbatch."""
+    """The bytes of one device for each stage; `saved`, `passed` per microbatch."""
 
     parameters: Array
     gradients: Array
@@ -401,7 +427,7 @@ class _Held:
 
 
 def _passed_bytes(works: WorkCosts, cut: Cut, saved: Array) -> Array:
-    """Return what stages keep from I to W: all that is saved where there is no I.
+    """Return the bytes that stages keep from I to W: all saved ones if there is no I.
 
     A work from which no gradient goes to another stage has no part in I.
     """
@@ -421,14 +447,15 @@ def _passed_bytes(works: WorkCosts, cut: Cut, saved: Array) -> Array:
         own = np.where(is_late, held, own)
         late = table.keeping[is_late[table.keeping[:, 1]]]
         keys = np.concatenate((keys[~is_late[keys[:, 1]]], late))
-    pairs = np.unique(keys[:, 0] * count + stages[keys[:, 1]])
+    homes, _ = _homes_and_users(table, cut.stages)
+    pairs = _kept_pairs(table, homes, keys[:, 0], stages[keys[:, 1]], count)
     found = _binned(stages, own, count)
-    found += _binned(pairs % count, works.value_bytes[pairs // count], count)
+    found += _binned(pairs % count, _kept_bytes(works, cut)[pairs // count], count)
     return np.where(have_inputs, found, saved)
 
 
 def _have_input_grads(table: WorkTable, cut: Cut) -> NDArray[np.bool_]:
-    """Tell for each stage if it has an I, and W is not the whole backward."""
+    """Return for each stage whether it has an I, and W is not the whole backward."""
     homes, entered = _homes_and_users(table, cut.stages)
     values = table.uses[:, 0]
     found = np.zeros(cut.num_stages, dtype=bool)
@@ -437,7 +464,7 @@ def _have_input_grads(table: WorkTable, cut: Cut) -> NDArray[np.bool_]:
 
 
 def _in_input_backward(table: WorkTable, cut: Cut) -> NDArray[np.bool_]:
-    """Tell for each work if a gradient goes from it to an earlier stage."""
+    """Return for each work whether a gradient goes from it to an earlier stage."""
     found = [False] * table.num_works
     for value, user in sorted(table.uses.tolist(), key=lambda use: use[1]):
         producer = table.producers[value]
@@ -458,31 +485,30 @@ def _binned(places: NDArray[np.int_], sizes: Array, count: int) -> Array:
 
 
 def _count_ties_once(works: WorkCosts, stages: Sequence[int], found: Array) -> None:
-    """Take off what a stage counts several times of one parameter."""
-    for uses in works.table.ties.values():
+    """Subtract the bytes of a parameter that a stage counts several times."""
+    for name, uses in works.table.ties.items():
         counts = Counter(stages[place] for place, _ in uses)
         place, num_bytes = uses[0]
-        whole = works.table.parameter_bytes[place]
-        share = works.parameter_bytes[place] / whole if whole else 0.0
+        share = works.tie_share(name, place)
         for stage, count in counts.items():
             found[stage] -= (count - 1) * num_bytes * share
 
 
 def _value_bytes(works: WorkCosts, cut: Cut) -> tuple[Array, Array]:
-    """Return what stages keep of values, each once, and of outputs."""
+    """Return the bytes of values that stages keep, each once, and of outputs."""
     table, count = works.table, cut.num_stages
     stages = np.array(cut.stages)
     homes, entered = _homes_and_users(table, cut.stages)
-    keeping = table.keeping[:, 0] * count + stages[table.keeping[:, 1]]
+    numbers, keepers = table.keeping[:, 0], stages[table.keeping[:, 1]]
     if "full" in cut.remat:
         is_full = np.array([remat == "full" for remat in cut.remat])
         values = table.uses[:, 0]
         again = is_full[entered] & (entered != homes[values])
-        computed = ~is_full[keeping % count]
-        again_keys = values[again] * count + entered[again]
-        keeping = np.concatenate((keeping[computed], again_keys))
-    keys = np.unique(keeping)
-    saved = _binned(keys % count, works.value_bytes[keys // count], count)
+        computed = ~is_full[keepers]
+        numbers = np.concatenate((numbers[computed], values[again]))
+        keepers = np.concatenate((keepers[computed], entered[again]))
+    keys = _kept_pairs(table, homes, numbers, keepers, count)
+    saved = _binned(keys % count, _kept_bytes(works, cut)[keys // count], count)
     outputs = np.zeros(count)
     for number in table.outputs:
         if homes[number] >= 0:
@@ -490,34 +516,59 @@ def _value_bytes(works: WorkCosts, cut: Cut) -> tuple[Array, Array]:
     return saved, outputs
 
 
+def _kept_pairs(
+    table: WorkTable,
+    homes: NDArray[np.int_],
+    values: NDArray[np.int_],
+    stages: NDArray[np.int_],
+    count: int,
+) -> NDArray[np.int_]:
+    """Return `value * count + stage` for all values that stages keep, each once.
+
+    A stage that makes a view keeps what it is a view of.
+
+    Args:
+        table: The works.
+        homes: The stage that makes each value.
+        values: Values that are read later.
+        stages: The stage that reads each of these.
+        count: Number of stages.
+    """
+    wholes = table.wholes
+    while (shown := (wholes[values] >= 0) & (homes[values] == stages)).any():
+        values = np.where(shown, wholes[values], values)
+    return np.unique(values * count + stages)
+
+
+def _kept_bytes(works: WorkCosts, cut: Cut) -> Array:
+    """Return the bytes of each value: those that stages send are whole."""
+    if works.by_rules is None or works.strategy.model == 1:
+        return works.value_bytes
+    table = works.table
+    homes, entered = _homes_and_users(table, cut.stages)
+    found = works.inner_bytes.copy()
+    sent = table.uses[entered != homes[table.uses[:, 0]], 0]
+    whole = np.concatenate((sent, np.array(table.outputs, dtype=int)))
+    found[whole] = works.value_bytes[whole]
+    return found
+
+
 def _rank_bytes(held: _Held, order: PlannedOrder) -> list[RankBytes]:
-    """Return what a device of each rank holds when its saved values are most."""
-    parameters, gradients = held.parameters.tolist(), held.gradients.tolist()
-    optimizer, temporary = held.optimizer.tolist(), held.temporary.tolist()
-    saving, passing = held.saved.tolist(), held.passed.tolist()
-    keeping = held.outputs.tolist()
+    """Return the bytes of a device of each rank at the peak of its saved values."""
     found = []
-    for stages, rows in order.live_rows:
-        saved, passed, kept = max(
-            (
-                (
-                    sum(n * saving[s] for n, s in zip(live, stages, strict=True)),
-                    sum(n * passing[s] for n, s in zip(waiting, stages, strict=True)),
-                    sum(n * keeping[s] for n, s in zip(live, stages, strict=True)),
-                )
-                for live, waiting in rows
-            ),
-            key=sum,
-        )
+    for stages, live, waiting in order.live_rows:
+        saved, kept = live @ held.saved[stages], live @ held.outputs[stages]
+        passed = waiting @ held.passed[stages]
+        most = (saved + passed + kept).argmax()
         found.append(
             RankBytes(
-                parameters=round(sum(parameters[s] for s in stages)),
-                gradients=round(sum(gradients[s] for s in stages)),
-                optimizer=round(sum(optimizer[s] for s in stages)),
-                saved=round(saved),
-                passed=round(passed),
-                outputs=round(kept),
-                temporary=round(max(temporary[s] for s in stages)),
+                parameters=round(held.parameters[stages].sum()),
+                gradients=round(held.gradients[stages].sum()),
+                optimizer=round(held.optimizer[stages].sum()),
+                saved=round(saved[most]),
+                passed=round(passed[most]),
+                outputs=round(kept[most]),
+                temporary=round(held.temporary[stages].max()),
             )
         )
     return found
@@ -528,7 +579,7 @@ def renumbered(
 ) -> tuple[int, ...] | None:
     """Number stages by data flow, None if they use each other in a circle.
 
-    Of the stages that may come next, the one that is lowest now does.
+    Of the stages that may come next, the one with the lowest present number does.
 
     Args:
         labels: Any label of each work's stage.

@@ -1,16 +1,16 @@
-"""Examples of a microbatch with other rows, whatever library their tensors are of."""
+"""Examples of a microbatch with other rows, for tensors of any library."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 
 def with_rows(values: Any, rows: int) -> Any:
-    """Return values in which tensors of a batch have other rows.
+    """Return values whose batch tensors have another number of rows.
 
     Args:
-        values: Tensors, or tuples, lists and mappings of them, nested at will. The
-            first tensor with a dimension tells how many rows the batch has.
-        rows: How many it gets: rows are left out, or repeated from the first one on.
+        values: Tensors, or tuples, lists and mappings of them, arbitrarily nested. The
+            first tensor with a dimension has the rows of the batch.
+        rows: The new number: rows are left out, or repeated from the first one on.
     """
     found = next(_first_sizes(values), 0)
     return values if found in (0, rows) else _changed(values, found, rows)

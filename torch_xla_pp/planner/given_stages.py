@@ -1,8 +1,8 @@
-"""Stages that somebody has chosen, around which the rest is planned.
+"""Stages that the user has chosen, around which the rest is planned.
 
-A stage is named by operations, works or modules. A work that nothing names goes to the
-last stage that makes what it uses: so modules may be named alone, without what is
-between them.
+A stage is named by operations, works or modules. A work that is not named goes to the
+last stage that makes a value it uses, so that modules may be named without the
+operations between them.
 """
 
 import json
@@ -54,8 +54,8 @@ def stages_of_works(names: StageNames, graph: WorkGraph) -> tuple[int, ...]:
         graph: The model.
 
     Raises:
-        ValueError: A name is unknown, a stage is empty, an operation is in two, a
-            work is cut apart, or values go to lower stages; all are told.
+        ValueError: A name is unknown, a stage is empty, an operation is in two, a work
+            is cut apart, or values go to lower stages; all faults are listed.
     """
     named = [_named(graph, stage) for stage in names]
     faults = [*_name_faults(names, named, graph)]
@@ -73,11 +73,11 @@ def stages_of_works(names: StageNames, graph: WorkGraph) -> tuple[int, ...]:
 def given_cut(
     evaluator: Evaluator, start: Evaluation, remat: Sequence[str]
 ) -> Evaluation:
-    """Return the best choice of what the stages of a cut compute again.
+    """Return the cut with the best choice of values that stages compute again.
 
     Args:
-        evaluator: What evaluates cuts.
-        start: Where to begin; its stages stay.
+        evaluator: Evaluates cuts.
+        start: The first cut; its stages are kept.
         remat: What stages may choose.
     """
     best = start
@@ -106,7 +106,7 @@ def _named(graph: WorkGraph, names: Sequence[str]) -> Mapping[str, list[str]]:
 
 
 def _ops_named(works: Sequence[Work], name: str) -> Iterator[str]:
-    """Yield operations: one alone if there is one of that name, else a module's."""
+    """Yield the operation of a name, or else those of the module of that name."""
     if any(name in work.ops for work in works):
         yield name
         return
@@ -152,7 +152,7 @@ def _name_faults(
 def _completed(
     named: Sequence[Mapping[str, list[str]]], graph: WorkGraph
 ) -> tuple[int, ...]:
-    """Return the stage of each work, also of those that nothing names."""
+    """Return the stage of each work, also of works that are not named."""
     homes = {
         op: number
         for number, stage in enumerate(named)
@@ -186,6 +186,6 @@ def _order_faults(stages: Sequence[int], count: int, graph: WorkGraph) -> Iterat
 
 
 def _first(names: Sequence[object] | Mapping[str, None]) -> str:
-    """List names, a few of many."""
+    """List names, only the first few of many."""
     words = [*map(str, names)]
     return ", ".join(words[:8]) + (", ..." if len(words) > 8 else "")

@@ -1,47 +1,60 @@
-"""Works joined to fewer, where there are so many that tables of all runs do not pay.
+"""Joined works, where there are too many works for tables of all runs.
 
-Two works are joined if one is all that the other gives values to, or takes them from:
-then no cycle comes about, and branches stay what they are. The lightest pair goes
-first, so that what is joined is about equally heavy. Where that does not make few
-enough, runs of the program's order are joined.
+Two works are joined if one is the only user, or the only producer, of the other's
+values: then no cycle arises, and branches are preserved. The lightest pair goes first,
+so that joined works are about equally heavy. Where that leaves too many, runs of the
+program's order are joined.
 
-Only the search sees joined works; what a cut costs is counted with all works.
+Only the search sees joined works; the costs of a cut are counted with all works.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 
 from torch_xla_pp.planner.evaluation import Evaluation, Evaluator
+from torch_xla_pp.planner.measured_costs import MeasuredCosts, WorkSeconds
 from torch_xla_pp.planner.strategies import Strategy
 from torch_xla_pp.planner.work_costs import WorkTable
-from torch_xla_pp.work import Amount, Cost, Work, WorkGraph, WorkParameter
+from torch_xla_pp.work import (
+    Amount,
+    Cost,
+    Work,
+    WorkGraph,
+    WorkParameter,
+    WorkPart,
+    WorkValue,
+    added_parts,
+)
 
 MOST_WORKS = 512
 
-_Groups = tuple[int, ...]  # the joined work of each work
+_Groups = tuple[int, ...]  # joined work of each work
 
 
 def joined_evaluator(evaluator: Evaluator, most: int = MOST_WORKS) -> Evaluator:
-    """Return what a search takes: the same evaluator, or one of joined works.
+    """Return the evaluator for a search: the same one, or one of joined works.
 
     Args:
-        evaluator: What evaluates cuts of all works.
+        evaluator: The evaluator of cuts of all works.
         most: The most works that a search is to see.
     """
     graph = evaluator.table.graph
-    # What is measured is measured by work.
-    if len(graph.works) <= most or evaluator.table.measured is not None:
+    if len(graph.works) <= most:
         return evaluator
     weights = sum(evaluator.works(Strategy(), graph.rows).seconds).tolist()  # type: ignore[union-attr]
     groups = joined_groups(graph, weights, most)
-    table = WorkTable(joined_graph(graph, groups))
+    joined, measured = joined_graph(graph, groups), evaluator.table.measured
+    if measured is not None:
+        measured = joined_costs(measured, graph, groups, joined)
+    table = WorkTable(joined, measured, evaluator.table.rules)
     return replace(evaluator, table=table, whole=evaluator, groups=groups)
 
 
 def with_all_works(evaluation: Evaluation, evaluator: Evaluator) -> Evaluation:
-    """Return what an evaluator of joined works found, with the stages of all works."""
+    """Return an evaluation of joined works with the stages of all works."""
     if evaluator.whole is None:
         return evaluation
     return replace(evaluation, cut=evaluator.whole_cut(evaluation.cut))
@@ -52,7 +65,7 @@ def joined_groups(graph: WorkGraph, weights: Sequence[float], most: int) -> _Gro
 
     Args:
         graph: The works.
-        weights: What each takes.
+        weights: The time of each.
         most: The most groups.
     """
     pool = _Pool(graph, weights)
@@ -89,9 +102,9 @@ class _Pool:
             weight, first, second = heappop(pairs)
             is_edge = second in self._outs[first]
             if not is_edge or weight != self._weights[first] + self._weights[second]:
-                continue  # One of them has grown: its pairs came anew.
+                continue  # One of them has grown, and its pairs were added again.
             if len(self._outs[first]) > 1 and len(self._ins[second]) > 1:
-                continue  # There may be another way from the first to the second.
+                continue  # There may be another path from the first to the second.
             for pair in self._joined(first, second):
                 heappush(pairs, pair)
 
@@ -105,7 +118,7 @@ class _Pool:
         return found
 
     def _joined(self, first: int, second: int) -> Iterator[tuple[float, int, int]]:
-        """Put the second into the first; yield the pairs that have another weight."""
+        """Put the second into the first; yield the pairs whose weight has changed."""
         ins, outs = self._ins, self._outs
         outs[first] |= outs[second]
         outs[first] -= {first, second}
@@ -129,7 +142,7 @@ class _Pool:
 
 
 def _runs(weights: Sequence[float], most: int) -> list[int]:
-    """Return the run of each work if runs of the program's order are equally heavy."""
+    """Return the run of each work, in equally heavy runs of the program's order."""
     share = sum(weights) / most
     found, run, weight = [], 0, 0.0
     for own in weights:
@@ -176,15 +189,19 @@ def joined_graph(graph: WorkGraph, groups: _Groups) -> WorkGraph:
     names = [own[-1].name for own in members]
     home = {w.name: names[g] for w, g in zip(graph.works, groups, strict=True)}
     order = {name: place for place, name in enumerate(names)}
-    kept: dict[str, Amount] = dict.fromkeys(names, Amount())
-    passed: dict[str, Amount] = dict.fromkeys(names, Amount())
+    kept: dict[str, list[WorkValue]] = {name: [] for name in names}
+    passed: dict[str, list[WorkValue]] = {name: [] for name in names}
     values = []
+    left = _values_left(graph, home)
+    keepers_of, passers_of = (
+        _readers(graph, home, {value.name: of(value) for value in graph.values})
+        for of in (attrgetter("kept_by"), attrgetter("passed_by"))
+    )
     for value in graph.values:
         producer = None if value.producer is None else home[value.producer]
         users = {home[user] for user in value.users} - {producer}
-        keepers = {home[keeper] for keeper in value.kept_by}
-        passers = {home[passer] for passer in value.passed_by}
-        if users or value.name in graph.outputs or producer is None:
+        keepers, passers = keepers_of[value.name], passers_of[value.name]
+        if producer is None or value.name in left:
             values.append(
                 replace(
                     value,
@@ -196,9 +213,9 @@ def joined_graph(graph: WorkGraph, groups: _Groups) -> WorkGraph:
             )
             continue
         if keepers:
-            kept[producer] += value.size
+            kept[producer].append(value)
         if passers:
-            passed[producer] += value.size
+            passed[producer].append(value)
     works = tuple(
         _joined_work(own, kept[name], passed[name])
         for own, name in zip(members, names, strict=True)
@@ -213,7 +230,65 @@ def joined_graph(graph: WorkGraph, groups: _Groups) -> WorkGraph:
     )
 
 
-def _joined_work(members: Sequence[Work], kept: Amount, passed: Amount) -> Work:
+def _values_left(graph: WorkGraph, home: Mapping[str, str]) -> set[str]:
+    """Return the values that leave a joined work, and what they are views of."""
+    wholes = {value.name: value.view_of for value in graph.values}
+    found = {*graph.outputs}
+    for value in graph.values:
+        producer = home.get(value.producer or "")
+        if producer is None or {home[user] for user in value.users} - {producer}:
+            found.add(value.name)
+    for name in [*found]:
+        while (whole := wholes[name]) is not None:
+            found.add(name := whole)
+    return found
+
+
+def _readers(
+    graph: WorkGraph, home: Mapping[str, str], readers: Mapping[str, Sequence[str]]
+) -> dict[str, set[str]]:
+    """Return the joined works that read each value, or views of it that they make.
+
+    Args:
+        graph: All works.
+        home: The joined work of each.
+        readers: The works that read each value.
+    """
+    known = {value.name: value for value in graph.values}
+    found: dict[str, set[str]] = {name: set() for name in known}
+    for name, works in readers.items():
+        for work in {home[work] for work in works}:
+            value = known[name]
+            while value.view_of and home.get(value.producer or "") == work:
+                value = known[value.view_of]
+            found[value.name].add(work)
+    return found
+
+
+def joined_costs(
+    measured: MeasuredCosts, graph: WorkGraph, groups: _Groups, joined: WorkGraph
+) -> MeasuredCosts:
+    """Return what joined works were measured to take: sums over their works.
+
+    Args:
+        measured: What the works take.
+        graph: All works.
+        groups: The joined work of each.
+        joined: The graph of joined works.
+    """
+    members: list[list[WorkSeconds]] = [[] for _ in joined.works]
+    for seconds, group in zip(measured.of(graph.works), groups, strict=True):
+        members[group].append(seconds)
+    kinds = {
+        work.digest: WorkSeconds.added(own, work.digest, work.name)
+        for work, own in zip(joined.works, members, strict=True)
+    }
+    return replace(measured, works=tuple(kinds.values()))
+
+
+def _joined_work(
+    members: Sequence[Work], kept: Sequence[WorkValue], passed: Sequence[WorkValue]
+) -> Work:
     """Return one work for several; a value within them is kept as its own is.
 
     Args:
@@ -239,7 +314,28 @@ def _joined_work(members: Sequence[Work], kept: Amount, passed: Amount) -> Work:
         forward=reduce(Cost.__add__, (work.forward for work in members)),
         backward_input=reduce(Cost.__add__, (w.backward_input for w in members)),
         backward_weight=reduce(Cost.__add__, (w.backward_weight for w in members)),
-        saved=saved | {"none": saved["none"] + kept},
-        passed=late | {"none": late["none"] + passed},
+        saved=saved | {"none": _total(saved["none"], kept)},
+        passed=late | {"none": _total(late["none"], passed)},
         parameters=tuple(parameters.values()),
+        sums=tuple(one for work in members for one in work.sums),
+        parts=added_parts(
+            [
+                *(part for work in members for part in work.parts),
+                *(_part(v, v.size, Amount()) for v in kept if v.dims),
+                *(_part(v, Amount(), v.size) for v in passed if v.dims),
+            ]
+        ),
+    )
+
+
+def _total(own: Amount, values: Sequence[WorkValue]) -> Amount:
+    return reduce(Amount.__add__, (value.size for value in values), own)
+
+
+def _part(value: WorkValue, saved: Amount, passed: Amount) -> WorkPart:
+    """Return what a work keeps of a value, where nothing is computed again."""
+    return WorkPart(
+        dims=value.dims,
+        saved={"none": saved, "full": Amount()},
+        passed={"none": passed, "full": Amount()},
     )

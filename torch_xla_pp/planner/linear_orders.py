@@ -1,8 +1,8 @@
 """Orders of works in a line, from which stages are cut as runs.
 
-Whatever the order, only edges that are there bind the execution. An order that takes
-branches one after another makes stages of branches, one that takes them in turn makes
-stages across them.
+Whatever the order, only the edges of the model constrain the execution. An order with
+branches one after another gives stages of branches, one that alternates between them
+gives stages across branches.
 """
 
 import heapq
@@ -23,7 +23,7 @@ def linear_orders(
 
     Args:
         edges: Pairs (producer, consumer) of works in program order.
-        weights: What each work takes.
+        weights: The time of each work.
     """
     count = len(weights)
     levels, rests = [0] * count, list(weights)
@@ -46,7 +46,7 @@ def _by_priority(
     count: int,
     priority: Callable[[int], tuple[float, int]],
 ) -> Order:
-    """Take of the works that may come next the one with the least priority."""
+    """Order works: of those that may come next, the one with the least priority."""
     users, needs = _neighbours(edges, count)
     free = [(priority(work), work) for work in range(count) if not needs[work]]
     heapq.heapify(free)
@@ -62,7 +62,7 @@ def _by_priority(
 
 
 def _depth_first(edges: Sequence[tuple[int, int]], count: int) -> Order:
-    """Go on with what the last work made possible."""
+    """Order works: next is a work that the last one has enabled, if there is one."""
     users, needs = _neighbours(edges, count)
     free = [work for work in reversed(range(count)) if not needs[work]]
     found = []
@@ -88,7 +88,7 @@ def _neighbours(
 
 
 class RunSums:
-    """Sums over all runs of an order: tables with a line for the first work.
+    """Sums over all runs of an order, as tables with a row for each first work.
 
     Args:
         order: The works in their order.
@@ -131,7 +131,7 @@ class RunSums:
 
 
 class RunCounts:
-    """Which of some values count for each run, as corners of rectangles.
+    """The values that count for each run, as corners of rectangles.
 
     Args:
         count: Number of works.

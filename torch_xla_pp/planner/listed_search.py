@@ -1,8 +1,8 @@
-"""Plans whose order of actions is listed: made for what their stages take.
+"""Plans whose order of actions is listed: made for the times of their stages.
 
-Making such an order takes several times as long as evaluating one that is kept, so that
-cuts are found with the orders of builders in its place; the most promising ones then
-get orders of their own, and moves begin from the best.
+Making such an order takes several times as long as evaluating a cached one, so that
+cuts are found with the orders of builders; the most promising ones then get orders of
+their own, and moves begin from the best.
 """
 
 from collections.abc import Iterable, Iterator, Set
@@ -14,7 +14,7 @@ from torch_xla_pp.planner.moves import estimated_s, moved_from, num_actions_of
 from torch_xla_pp.planner.orders import FEWEST_RULES, LIST_RULES, LISTED, takes
 from torch_xla_pp.planner.settings import Request
 
-# Numbers of actions, as a bound that no clock is in.
+# Numbers of actions: bounds that do not depend on a clock.
 _SCREENED = 20_000
 _RULED = 80_000
 _MOVED = 40_000
@@ -22,7 +22,7 @@ _MOST_STARTS = 4
 
 
 def stand_in(setting: Setting) -> Setting:
-    """Return the setting with whose order cuts for a listed one are found."""
+    """Return the setting whose order is used to find cuts for a listed order."""
     if setting.schedule != LISTED:
         return setting
     if setting.stages_per_rank > 1:
@@ -32,17 +32,17 @@ def stand_in(setting: Setting) -> Setting:
 
 
 class ListedCandidates:
-    """Cuts that may be good with an order of their own.
+    """Candidates of cuts that may be good with an order of their own.
 
     Args:
-        evaluator: What evaluates cuts.
+        evaluator: Evaluates cuts.
         asked: The settings that are allowed.
     """
 
     def __init__(self, evaluator: Evaluator, asked: Set[Setting]) -> None:
         self._evaluator = evaluator
         self._asked = asked
-        # Cut → how good it is with a builder's order.
+        # Cut → its evaluation with a builder's order.
         self._found: dict[Cut, tuple[int, float, float]] = {}
 
     def add(self, evaluation: Evaluation) -> None:
@@ -55,10 +55,10 @@ class ListedCandidates:
             self._found[listed] = min(key, self._found.get(listed, key))
 
     def best(self, request: Request) -> Iterator[Evaluation]:
-        """Yield the best of them with orders of their own, and what moves make of it.
+        """Yield the best of them with orders of their own, and what moves lead to.
 
         Args:
-            request: What is asked.
+            request: The request.
         """
         tried = [self._evaluator.evaluate(cut, LIST_RULES[:1]) for cut in self._some()]
         yield from tried
@@ -92,7 +92,7 @@ class ListedCandidates:
         return best[:2] if long else best
 
     def _some(self) -> Iterator[Cut]:
-        """Yield the cuts that promise most, as many as the bound allows."""
+        """Yield the most promising cuts, as many as the bound allows."""
         left = _SCREENED
         estimates = {cut: estimated_s(self._evaluator, cut) for cut in self._found}
         for cut in sorted(estimates, key=lambda cut: (estimates[cut], cut.stages)):
@@ -103,7 +103,7 @@ class ListedCandidates:
 
 
 def _best_of_settings(found: Iterable[Evaluation]) -> list[Evaluation]:
-    """Return the best evaluations, one of a setting."""
+    """Return the best evaluations, one for each setting."""
     best: dict[Setting, Evaluation] = {}
     for evaluation in sorted(found, key=lambda e: e.sort_key):
         best.setdefault(evaluation.cut.setting, evaluation)

@@ -1,7 +1,7 @@
-"""What the works of a model were measured to take on one device, in place of rooflines.
+"""Measured times of a model's works on one device, in place of rooflines.
 
-Terms: an *action* is one run of a program. Starting one takes `action_s`, whatever is
-in it; what a work takes besides adds up over the works of a stage.
+Terms: an *action* is one run of a program. Starting one takes `action_s`, whatever its
+size; the further times of works add up over a stage.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch_xla_pp import record
 from torch_xla_pp.work import Work
 
 _FORMAT = "torch_xla_pp costs 1"
-# For how many times more or fewer rows than were measured times are taken to hold.
+# Times are assumed to hold for up to this many times more or fewer rows.
 _FAR = 4
 
 
@@ -26,7 +26,7 @@ class RowSeconds:
 
     Args:
         seconds_per_row: Seconds for each row.
-        seconds: Seconds besides, whatever the rows.
+        seconds: Further seconds, whatever the rows.
 
     Raises:
         ValueError: One is negative or no number.
@@ -49,12 +49,20 @@ class RowSeconds:
         return self.seconds_per_row * rows + self.seconds
 
     @classmethod
+    def added(cls, times: Sequence["RowSeconds"]) -> "RowSeconds":
+        """Return the sum of several times."""
+        return cls(
+            seconds_per_row=math.fsum(time.seconds_per_row for time in times),
+            seconds=math.fsum(time.seconds for time in times),
+        )
+
+    @classmethod
     def fitted(cls, rows: Sequence[int], seconds: Sequence[float]) -> "RowSeconds":
-        """Return the line with the least squared errors that is nowhere negative.
+        """Return the line of least squares that is nowhere negative.
 
         Args:
             rows: Rows that were measured.
-            seconds: What each took.
+            seconds: Time of each.
         """
         mean_s = sum(seconds) / len(seconds)
         slope, offset = 0.0, mean_s
@@ -71,10 +79,10 @@ class RowSeconds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkSeconds:
-    """What one kind of work takes.
+    """The times of one kind of work.
 
     Args:
-        digest: That of the works, see `Work.digest`.
+        digest: Digest of the works, see `Work.digest`.
         name: Name of one of them, for printing.
         forward: F.
         backward: B.
@@ -89,16 +97,37 @@ class WorkSeconds:
     backward_input: RowSeconds
     backward_weight: RowSeconds
 
+    @classmethod
+    def added(
+        cls, works: Sequence["WorkSeconds"], digest: str, name: str
+    ) -> "WorkSeconds":
+        """Return what several works take together.
+
+        Args:
+            works: What each takes.
+            digest: That of the joined work.
+            name: Its name.
+        """
+        return cls(
+            digest=digest,
+            name=name,
+            forward=RowSeconds.added([work.forward for work in works]),
+            backward=RowSeconds.added([work.backward for work in works]),
+            backward_input=RowSeconds.added([work.backward_input for work in works]),
+            backward_weight=RowSeconds.added([work.backward_weight for work in works]),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts:
-    """What the works of a model took on one device.
+    """The measured or estimated times of a model's works on one device.
 
     Args:
         device: Name of the device.
         rows: Rows of the microbatches that were measured.
-        action_s: What starting one program takes.
+        action_s: Time to start a program.
         works: Each kind of work once.
+        compiler: The compiler whose estimates these are; empty if works were run.
 
     Raises:
         ValueError: A figure makes no sense, or a kind is there twice.
@@ -108,6 +137,13 @@ class MeasuredCosts:
     rows: tuple[int, ...]
     action_s: float
     works: tuple[WorkSeconds, ...]
+    compiler: str = ""
+
+    def __str__(self) -> str:
+        rows = ", ".join(map(str, self.rows))
+        if self.compiler:
+            return f"compiled for {self.device} by {self.compiler} with {rows} rows"
+        return f"measured on {self.device} with {rows} rows"
 
     def __post_init__(self) -> None:
         faults = []
@@ -127,10 +163,10 @@ class MeasuredCosts:
         return {work.digest: work for work in self.works}
 
     def of(self, works: Sequence[Work]) -> list[WorkSeconds]:
-        """Return what works take.
+        """Return the times of works.
 
         Raises:
-            ValueError: Something was not measured.
+            ValueError: A work was not measured.
         """
         missing = [work.name for work in works if work.digest not in self._of]
         if missing:
@@ -143,7 +179,7 @@ class MeasuredCosts:
 
     @property
     def range(self) -> tuple[int, int]:
-        """Return the least and the most rows on a device that the times hold for."""
+        """Return the least and the most rows on a device for which the times hold."""
         return math.ceil(min(self.rows) / _FAR), max(self.rows) * _FAR
 
     def to_json(self, path: str | Path | None = None) -> str:

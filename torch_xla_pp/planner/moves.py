@@ -2,11 +2,11 @@
 
 A change moves a work over the border of its stage, exchanges two works, joins two
 stages and divides another one, or changes what a stage computes again. Where the order
-is listed, a rank may have any number of stages: then a stage is also cut in two on its
-rank, where some of its works need less of others than the rest does (*fragments*), two
-stages of a rank are joined, and stages change ranks. Neighbours are screened by an
-estimate of the step: the longest path of one microbatch, and the others at the pace of
-the slowest rank.
+is listed, a rank may have any number of stages: then changes also cut a stage in two on
+its rank, if some of its works need fewer values of other stages than the rest
+(*fragments*), join two stages of a rank, and move stages to other ranks. Neighbours are
+screened by an estimate of the step: the longest path of one microbatch, and the others
+at the pace of the slowest rank.
 """
 
 from bisect import insort
@@ -27,7 +27,7 @@ from torch_xla_pp.planner.orders import LIST_RULES, LISTED, SPLIT, OrderRule
 from torch_xla_pp.planner.work_costs import Array
 
 _ROUNDS = 30
-# As many works are few: more of what they lead to is tried.
+# Of so few works, more changes are tried.
 SMALL = 24
 _FRAGMENTS = 3
 _NUM_TRIED = 6
@@ -47,9 +47,9 @@ def moved_from(
     """Return the best cut that small changes lead to, and how many were tried.
 
     Args:
-        evaluator: What evaluates cuts.
-        start: Where to begin; an order that is listed is made by the same rule, or
-            is that of a builder.
+        evaluator: Evaluates cuts.
+        start: The first cut; an order that is listed is made by the same rule, or is
+            that of a builder.
         remat: What stages may choose of "none" and "full".
         most_tried: How many neighbours are evaluated at most.
     """
@@ -81,7 +81,7 @@ def moved_from(
 def neighbours(
     evaluator: Evaluator, found: Evaluation, remat: Sequence[str]
 ) -> list[Cut]:
-    """Return all cuts that differ a little, those of the shortest estimate first."""
+    """Return all cuts that differ by one change, the shortest estimates first."""
     changes = [*_changes(evaluator, found, remat)]
     return _screened(evaluator, found.cut, changes, len(changes), set())
 
@@ -89,7 +89,7 @@ def neighbours(
 def estimated_s(evaluator: Evaluator, cut: Cut) -> float:
     """Estimate a step: the longest path, then the slowest rank for the others.
 
-    Stages of one rank add up, and with several of them a rank waits less.
+    Times of stages on one rank add up, and with several of them a rank waits less.
     """
     setting = cut.setting
     works = evaluator.works(setting.strategy, setting.rows)
@@ -113,7 +113,7 @@ def estimated_s(evaluator: Evaluator, cut: Cut) -> float:
 
 
 class _Change(NamedTuple):
-    """Other stages of works, named by any labels, with what each label has.
+    """A change of the stages of works, which are named by any labels.
 
     Args:
         labels: Label of each work's stage.
@@ -129,7 +129,7 @@ class _Change(NamedTuple):
 def _changes(
     evaluator: Evaluator, found: Evaluation, remat: Sequence[str]
 ) -> Iterator[_Change]:
-    """Yield what differs a little, valid or not."""
+    """Yield all changes, valid or not."""
     cut = found.cut
     focus = _focus(found)
     ranks, own = cut.ranks, cut.remat
@@ -182,7 +182,7 @@ def _screened(
 
 
 def _bounds_s(evaluator: Evaluator, cut: Cut, changes: Sequence[_Change]) -> Array:
-    """Return for each change what `estimated_s` does not go below.
+    """Return for each change a lower bound of `estimated_s`.
 
     That is the estimate with the longest path of works, or the slowest stage, in place
     of the longest path of stages.
@@ -253,10 +253,10 @@ def _cut_of(evaluator: Evaluator, cut: Cut, change: _Change) -> Cut | None:
 def _fragments(
     evaluator: Evaluator, stages: tuple[int, ...]
 ) -> Iterator[tuple[list[int], int]]:
-    """Yield stages of works with one cut in two, and which: the new one is the last.
+    """Yield stages of works with one cut in two, and its index; the new one is last.
 
-    The works apart are those that need values of fewer stages of others than the rest
-    does, or those that no other stage waits for.
+    The works that are cut off need values of fewer other stages than the rest does, or
+    no other stage waits for them.
     """
     ancestors = evaluator.table.graph.ancestors
     members: dict[int, list[int]] = {}
@@ -290,7 +290,7 @@ def _fragments(
 def _placed(
     ranks: tuple[int, ...], num_ranks: int, focus: set[int]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield other ranks of the stages: one moved, or two exchanged."""
+    """Yield other placements of the stages: one moved, or two exchanged."""
     for stage in sorted(focus):
         for rank in range(num_ranks):
             if rank != ranks[stage]:
@@ -311,7 +311,7 @@ def _focus(found: Evaluation) -> set[int]:
     loads = [seconds[stage, "F"] + seconds[stage, "B"] for stage in range(count)]
     slowest = sorted(range(count), key=lambda stage: -loads[stage])[:4]
     fullest = max(range(len(found.ranks)), key=lambda r: found.ranks[r].total)
-    return {*slowest, *found.order.live_rows[fullest][0]}
+    return {*slowest, *found.order.live_rows[fullest][0].tolist()}
 
 
 def _relabelled(
@@ -325,7 +325,7 @@ def _relabelled(
     near = [pair for pair in border if focus & {*pair}]
     yield from _moved(edges, stages, focus)
     if len(stages) <= SMALL:
-        yield from _exchanged(edges, stages)
+        yield from _exchanged(stages)
         yield from _any_stage(stages)
     for first, second in near:
         joined = [first if stage == second else stage for stage in stages]
@@ -348,15 +348,13 @@ def _moved(
 
 
 def _any_stage(stages: tuple[int, ...]) -> Iterator[list[int]]:
-    """Move each work to each stage, also one that it shares no value with."""
+    """Move each work to each stage, also to one that it shares no value with."""
     for work, old in enumerate(stages):
         for stage in sorted({*stages} - {old}):
             yield [*stages[:work], stage, *stages[work + 1 :]]
 
 
-def _exchanged(
-    edges: Sequence[tuple[int, int]], stages: tuple[int, ...]
-) -> Iterator[list[int]]:
+def _exchanged(stages: tuple[int, ...]) -> Iterator[list[int]]:
     """Exchange two works of different stages."""
     for first in range(len(stages)):
         for second in range(first):

@@ -1,10 +1,13 @@
-"""The order of actions that a plan names, and the microbatches that it holds live."""
+"""The order of actions that a plan names, and its live microbatches."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
 
 from torch_xla_pp.schedule import (
     Action,
@@ -53,12 +56,12 @@ _BUILDERS: Mapping[str, Callable[[int, int, int, Edges], Schedule]] = {
     "interleaved": lambda p, m, v, e: interleaved_1f1b(p, m, v),
     "zbv": lambda p, m, v, e: zbv(p, m),
 }
-# Its orders are made for each plan anew, and written out in it.
+# Its orders are made for each plan, and written out in it.
 LISTED = "list"
 SCHEDULES = (*_BUILDERS, LISTED)
 # These have several stages on a rank.
 MULTI = ("interleaved", "zbv")
-# In these, W may wait while others compute.
+# In these, W may wait while other actions run.
 SPLIT = ("zb1p", "zbv", LISTED)
 
 
@@ -69,8 +72,8 @@ class OrderRule:
     Args:
         builder: "list" for `list_schedule`, or a builder for a stage on each rank.
         is_split: Whether backwards are split.
-        live: What may be live in a stage, as a multiple of its depth, or of the
-            greatest depth if backwards are split.
+        live: The most live microbatches of a stage, as a multiple of its depth, or of
+            the greatest depth if backwards are split.
         most_waiting: See `list_schedule`.
     """
 
@@ -80,7 +83,7 @@ class OrderRule:
     most_waiting: int | None = None
 
 
-# The one that is best most often, those that cost little, and others.
+# The rule that is best most often, cheap ones, and others.
 LIST_RULES = (
     OrderRule(live=2.0),
     OrderRule(builder="zb1p"),
@@ -101,21 +104,21 @@ FEWEST_RULES = 5
 
 @dataclass(frozen=True, eq=False)
 class PlannedOrder(StepOrder):
-    """The order of a plan's actions, with the most that is live at a time."""
+    """The order of a plan's actions, and the most live microbatches at a time."""
 
     @cached_property
     def live_rows(self) -> tuple["LiveRow", ...]:
-        """For each rank its stages, and what is live at some time in each of them.
+        """For each rank its stages, and the live microbatches of each over time.
 
-        A time has for each stage the microbatches from F to B or I, and for each those
-        from I to W. Times that another one exceeds are left out where there is one
-        stage.
+        That is for each time and stage the microbatches from F to B or I, and those
+        from I to W: two arrays (times, stages). Times that another one exceeds are left
+        out where there is one stage.
         """
         return tuple(_live_row(row) for row in self.schedule.actions)
 
 
 _Counts = tuple[int, ...]
-LiveRow = tuple[_Counts, tuple[tuple[_Counts, _Counts], ...]]
+LiveRow = tuple[NDArray[np.int_], NDArray[np.int_], NDArray[np.int_]]
 
 
 @lru_cache(maxsize=256)
@@ -169,7 +172,7 @@ def listed_order(
         rule: How to make it.
         placement: Rank of each stage.
         num_microbatches: Number of microbatches.
-        costs: What stages take and send.
+        costs: The costs of stages.
         network: The links between ranks.
     """
     edges, num_ranks = costs.edges, 1 + max(placement)
@@ -196,7 +199,7 @@ def listed_order(
 
 
 def takes(name: str, num_ranks: int, num_microbatches: int) -> bool:
-    """Tell if a builder takes so many microbatches."""
+    """Return whether a builder accepts so many microbatches."""
     if name in ("interleaved", "zb1p"):
         return not num_microbatches % max(1, num_microbatches // num_ranks)
     return name != "zbv" or num_microbatches >= 2 * num_ranks - 1
@@ -205,7 +208,7 @@ def takes(name: str, num_ranks: int, num_microbatches: int) -> bool:
 def _delays_s(
     costs: Costs, placement: tuple[int, ...], network: Network
 ) -> dict[tuple[int, int], float]:
-    """Return how long what goes along each edge between ranks is on its way."""
+    """Return the time of a message along each edge between ranks."""
     sizes: Counter[tuple[int, int]] = Counter()
     for flow in costs.flows:
         for edge in flow.edges:
@@ -236,7 +239,7 @@ def _live_row(row: tuple[Action, ...]) -> LiveRow:
     for action in row:
         kind, place = action.kind, places[action.stage]
         if grew and kind != "F":
-            # Only what something is taken off from may be the most.
+            # A maximum is reached only before something is subtracted.
             found.add((tuple(live), tuple(passed)))
         grew = kind in "FI"
         if kind == "W":
@@ -250,4 +253,5 @@ def _live_row(row: tuple[Action, ...]) -> LiveRow:
             for a in found
             if not any(b != a and b[0] >= a[0] and b[1] >= a[1] for b in found)
         }
-    return stages, tuple(sorted(found))
+    times = np.array(sorted(found), dtype=int)
+    return np.array(stages), times[:, 0], times[:, 1]

@@ -1,4 +1,4 @@
-"""A plan as pictures: what ranks hold, which other plans there are, and its stages."""
+"""A plan as pictures: the memory of ranks, other candidates, and the stages."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -24,11 +24,11 @@ _GIB = 2**30
 
 
 def draw_memory(plan: PipelinePlan, path: str | Path) -> None:
-    """Draw what a device of each rank holds, part by part, and what it has.
+    """Draw the memory that a device of each rank uses, part by part, and its capacity.
 
     Args:
         plan: The plan.
-        path: The file to write: .png, .svg, .pdf, or what else matplotlib knows.
+        path: The file to write: .png, .svg, .pdf, or another format of matplotlib.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -57,10 +57,10 @@ def draw_memory(plan: PipelinePlan, path: str | Path) -> None:
 
 
 def draw_candidates(plan: PipelinePlan, path: str | Path) -> None:
-    """Draw the step time of all candidates over what they hold at most.
+    """Draw the step time of all candidates over their peak memory.
 
-    The front, which is what no other one beats in both, is a line; the plan is a star;
-    what does not fit is hollow.
+    The front, of candidates that no other one beats in both, is a line; the plan is a
+    star; candidates that do not fit are hollow.
 
     Args:
         plan: The plan.
@@ -106,7 +106,7 @@ def draw_candidates(plan: PipelinePlan, path: str | Path) -> None:
 
 
 def front_of(candidates: tuple[Candidate, ...]) -> list[Candidate]:
-    """Return those that no other one beats in time and memory, the smallest first."""
+    """Return the candidates that none beats in time and memory, the smallest first."""
     found: list[Candidate] = []
     for one in sorted(candidates, key=lambda c: (c.peak_bytes, c.step_s)):
         if not found or one.step_s < found[-1].step_s:
@@ -154,6 +154,6 @@ def _nodes_of(plan: PipelinePlan, rank: int) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    """Write a text as Graphviz reads it."""
+    """Quote a text for Graphviz."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

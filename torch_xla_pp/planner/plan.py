@@ -1,4 +1,4 @@
-"""A plan as a value: which stages, on which ranks, how shared, in which order.
+"""A plan as a value: its stages, their ranks and shardings, and the order of actions.
 
 It has no times of the search, so that equal input gives equal texts.
 """
@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from torch_xla_pp import record
+from torch_xla_pp.advice import PipelineLoad
 from torch_xla_pp.planner.example_rows import with_rows
 from torch_xla_pp.planner.orders import planned_order
+from torch_xla_pp.planner.parameter_rules import ParameterRules
 from torch_xla_pp.planner.plan_faults import plan_faults
 from torch_xla_pp.planner.plan_values import (
     Alternative,
@@ -36,22 +38,24 @@ _FORMAT = "torch_xla_pp plan 1"
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """How to run a model on a cluster: stages, ranks, shardings, order, and why.
+    """A plan to run a model on a cluster: stages, ranks, shardings, order, and reasons.
 
     Args:
         model: The model.
-        batch: How rows are divided.
+        batch: The division of rows.
         stages: The stages; values go to higher ones only.
         ranks: The ranks of one pipeline.
         schedule: The order of actions.
-        predicted: What a step costs.
-        costs: What that is made from.
-        reasons: Why these choices; each is a comparison.
+        predicted: The predicted costs of a step.
+        costs: The source of the prediction.
+        reasons: The reasons for the choices; each is a comparison.
         alternatives: Plans in which one choice differs.
         baselines: Planner → seconds of a step of its plan, if compared.
         search: How much was searched.
         candidates: The best plans with other choices, those that fit first, then by
-            their steps.
+            step time.
+        device_load: The work and the exchanges of a device, for advice.
+        rules: How the model's parameters may be split, None if that was not given.
     """
 
     model: PlannedModel
@@ -66,6 +70,8 @@ class PipelinePlan:
     baselines: Mapping[str, float]
     search: SearchCounts
     candidates: tuple[Candidate, ...] = ()
+    device_load: PipelineLoad | None = None
+    rules: ParameterRules | None = None
 
     def __str__(self) -> str:
         return report_of(self)
@@ -87,7 +93,7 @@ class PipelinePlan:
         return self.stage_costs().edges
 
     def stage_costs(self) -> Costs:
-        """Return what stages cost, as `simulate` takes it."""
+        """Return the costs of stages, as `simulate` takes them."""
         stages = self.predicted.stages
         return Costs(
             seconds=stage_seconds((s.forward_s, s.input_s, s.weight_s) for s in stages),
@@ -96,6 +102,19 @@ class PipelinePlan:
             passed_bytes={n: stage.passed_bytes for n, stage in enumerate(stages)},
             final_s={n: stage.final_s for n, stage in enumerate(stages)},
         )
+
+    def load(self) -> PipelineLoad:
+        """Return the work and the exchanges of a device, for `advise`.
+
+        Raises:
+            ValueError: The plan is of an earlier version, which did not store them.
+        """
+        if self.device_load is None:
+            raise ValueError(
+                "plan: expected what devices compute and exchange, got a plan of an "
+                "earlier version. Plan again."
+            )
+        return self.device_load
 
     def network(self) -> Network:
         """Return the links between ranks, as `simulate` takes them."""
@@ -122,9 +141,10 @@ class PipelinePlan:
         """Return an example of a microbatch with as many rows as planned.
 
         Args:
-            values: One of any number of rows: tensors, or tuples, lists and mappings
-                of them. What has as many rows as the first tensor gets the planned
-                ones, by leaving rows out or repeating them; all else is kept.
+            values: An example with any number of rows: tensors, or tuples, lists and
+                mappings of them. Tensors with as many rows as the first one get the
+                planned rows, by leaving rows out or repeating them; other values are
+                kept.
 
         Example:
             pipe = xpp.pipeline(model, plan.example((x,)), plan=plan)

@@ -1,6 +1,6 @@
-"""What is wrong with a plan by itself, whatever the model.
+"""The faults of a plan by itself, whatever the model.
 
-A file may be a plan in form and still none that could run.
+A file may have the form of a plan that could never run.
 """
 
 import math
@@ -12,7 +12,7 @@ from torch_xla_pp.planner.report import ReportedPlan
 
 
 def plan_faults(plan: ReportedPlan) -> Iterator[str]:
-    """Yield what is wrong with a plan that no model could make right."""
+    """Yield the faults of a plan that it has for any model."""
     yield from _row_faults(plan)
     yield from _rank_faults(plan)
     yield from _stage_faults(plan)
@@ -94,7 +94,7 @@ def _stage_faults(plan: ReportedPlan) -> Iterator[str]:
 
 
 def _edge_faults(plan: ReportedPlan) -> Iterator[str]:
-    """Find values that go nowhere, or to stages that are before their own."""
+    """Find values that go to no stage, or to a lower one."""
     stages = range(len(plan.stages))
     edges = sorted({edge for flow in plan.predicted.flows for edge in flow.edges})
     for producer, consumer in edges:

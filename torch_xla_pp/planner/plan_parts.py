@@ -8,6 +8,7 @@ from torch_xla_pp.planner.devices import DeviceSpec
 from torch_xla_pp.planner.evaluation import Evaluation, Evaluator
 from torch_xla_pp.planner.orders import LISTED
 from torch_xla_pp.planner.plan import PipelinePlan
+from torch_xla_pp.planner.plan_load import load_of
 from torch_xla_pp.planner.plan_values import (
     Alternative,
     Candidate,
@@ -23,15 +24,16 @@ from torch_xla_pp.planner.plan_values import (
     SearchCounts,
 )
 from torch_xla_pp.planner.predicted_collectives import predicted_collectives
-from torch_xla_pp.planner.rank_links import links_of
+from torch_xla_pp.planner.rank_links import links_of, planned_link
 from torch_xla_pp.planner.search import SearchResult
 from torch_xla_pp.planner.settings import Request
+from torch_xla_pp.planner.work_costs import WorkTable
 from torch_xla_pp.schedule import peak_live
 from torch_xla_pp.text import bytes_text
 from torch_xla_pp.work import WorkGraph
 
 _MOST_CANDIDATES = 100
-# What share of a model's bytes may be written by operations of unknown cost.
+# The share of a model's bytes that operations of unknown cost may write.
 _UNKNOWN_SHARE = 0.05
 
 
@@ -46,15 +48,15 @@ def plan_of(
     """Describe the best cut of a search.
 
     Args:
-        request: What was asked.
-        evaluator: What evaluated the cuts.
+        request: The request.
+        evaluator: The evaluator of the cuts.
         best: The best cut.
-        result: What the search has come to.
+        result: The result of the search.
         alternatives: Plans in which one choice differs.
         baselines: Planner → seconds of its plan's step.
     """
     setting, graph = best.cut.setting, evaluator.table.graph
-    device = evaluator.cluster.device
+    device, replica_link = evaluator.cluster.device, evaluator.cluster.replica_link
     return PipelinePlan(
         model=_model(graph),
         batch=PlannedBatch(
@@ -74,6 +76,7 @@ def plan_of(
             optimizer_bytes=evaluator.optimizer_bytes,
             links=links_of(evaluator.cluster.network),
             warnings=tuple(_warnings(evaluator)),
+            replica_link=None if replica_link is None else planned_link(replica_link),
         ),
         reasons=tuple(reasons_of(evaluator, best, alternatives)),
         alternatives=alternatives,
@@ -84,6 +87,8 @@ def plan_of(
             evaluated=result.num_evaluated,
         ),
         candidates=tuple(_candidates(request, result)),
+        device_load=load_of(evaluator, best),
+        rules=evaluator.table.rules,
     )
 
 
@@ -91,8 +96,7 @@ def _source(evaluator: Evaluator) -> str:
     measured = evaluator.table.measured
     if measured is None:
         return "roofline"
-    rows = ", ".join(map(str, measured.rows))
-    return f"measured on {measured.device} with {rows} rows"
+    return str(measured)
 
 
 def _schedule(best: Evaluation) -> PlannedSchedule:
@@ -164,7 +168,7 @@ def _stages(graph: WorkGraph, best: Evaluation) -> Iterator[PlannedStage]:
 
 
 def _outermost(paths: Iterator[str]) -> tuple[str, ...]:
-    """Return each path once, without those within another."""
+    """Return each path once, without paths within another."""
     unique = [*dict.fromkeys(path for path in paths if path)]
     known = set(unique)
     return tuple(
@@ -236,11 +240,32 @@ def _warnings(evaluator: Evaluator) -> Iterator[str]:
     device = evaluator.cluster.device
     if not device.is_verified:
         yield f"figures of {device.name} are not measured: {device.source}"
+    measured = evaluator.table.measured
+    if measured is not None and measured.compiler:
+        yield (
+            f"no work ran: times are cycles that {measured.compiler} expects of "
+            f"{measured.device}"
+        )
     yield from _work_warnings(evaluator.table.graph, device)
+    yield from _rule_warnings(evaluator.table)
     if not evaluator.has_own_inputs:
         count = sum(v.producer is None for v in evaluator.table.graph.values)
         if count > 1:
             yield f"the {count} inputs of the model go through the first stage"
+
+
+def _rule_warnings(table: WorkTable) -> Iterator[str]:
+    if table.rules is None:
+        return
+    works = table.graph.works
+    names = {p.name for work in works for p in work.parameters}
+    if missed := table.rules.unmatched(names):
+        yield f"rules match no parameter of the work: {', '.join(missed)}"
+    if not any(work.sums for work in works) and names:
+        yield (
+            "the work does not say which dimensions products sum over, so that of what "
+            "rules split parameters alone are known; trace it with this version"
+        )
 
 
 def _work_warnings(graph: WorkGraph, device: DeviceSpec) -> Iterator[str]:

@@ -30,13 +30,13 @@ class PlannedModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedBatch:
-    """How the rows of a step are divided.
+    """The division of a step's rows.
 
     Args:
         rows: Rows of a step, those of all replicas.
         replicas: Number of pipelines.
         microbatches: Microbatches of each.
-        rows_per_microbatch: Rows of one, those of all devices of a rank.
+        rows_per_microbatch: Rows of one microbatch, on all devices of a rank.
     """
 
     rows: int
@@ -52,7 +52,7 @@ class PlannedStage:
     Args:
         rank: Its rank in each pipeline.
         ops: FX node names of its operations.
-        modules: Paths of the modules that they are in, those within another left out.
+        modules: Paths of their modules, without modules within another.
         remat: "none" or "full".
         inputs: Names of the values that it takes from other stages, or of the model.
     """
@@ -74,7 +74,7 @@ class PlannedRank:
         mesh: Mesh axis → its size.
         rules: Names of the presets that share the work.
         batch_axis: Mesh axis that splits rows, None for none.
-        capacity_bytes: What stages may take of a device's memory.
+        capacity_bytes: The memory of a device that stages may use.
     """
 
     devices: int
@@ -102,12 +102,12 @@ class PlannedSchedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictedRank:
-    """What is predicted for one rank.
+    """The prediction for one rank.
 
     Args:
         busy_s: Seconds that it computes in a step.
         live: The most microbatches that its stages hold together.
-        bytes: What a device holds, part by part.
+        bytes: The memory of a device, part by part.
     """
 
     busy_s: float
@@ -117,7 +117,7 @@ class PredictedRank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictedStage:
-    """What is predicted for one stage and microbatch, and for the end of a step.
+    """The prediction for one stage and microbatch, and for the end of a step.
 
     Args:
         forward_s: Seconds of F.
@@ -125,7 +125,7 @@ class PredictedStage:
         weight_s: Seconds of W; B takes as long as I and W.
         final_s: Seconds after the last action.
         saved_bytes: What a device keeps from F to B or I.
-        passed_bytes: What it keeps from I to W, of what was saved, too.
+        passed_bytes: What it keeps from I to W, including saved values.
     """
 
     forward_s: float
@@ -146,7 +146,7 @@ class PredictedCollective:
         kind: "all-reduce", "all-gather" or "reduce-scatter".
         axis: The mesh axis that they go over.
         count: How many there are.
-        bytes: Size of what they sum or gather in all, on one device.
+        bytes: Total size of what they sum or gather, on one device.
     """
 
     stage: int
@@ -159,7 +159,7 @@ class PredictedCollective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedLink:
-    """A link between ranks that the prediction counts with.
+    """A link between ranks, as assumed by the prediction.
 
     Args:
         sender: Rank that sends, None for all that no other link names.
@@ -176,17 +176,17 @@ class PlannedLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What a step of the plan costs.
+    """The predicted costs of a step of the plan.
 
     Args:
         step_s: Seconds of a step.
         rows_per_s: Rows in a second.
         bubble: Share of the step in which ranks wait, on average.
         depth: Stages on the longest path.
-        ranks: What each rank does and holds.
-        stages: What each stage takes and keeps.
-        flows: What stages send each other for each microbatch.
-        collectives: What the devices of a rank send each other.
+        ranks: The time and memory of each rank.
+        stages: The time and saved values of each stage.
+        flows: The values between stages for each microbatch.
+        collectives: The collectives between the devices of a rank.
     """
 
     step_s: float
@@ -201,15 +201,16 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostSource:
-    """What the prediction is made from.
+    """The source of the costs in the prediction.
 
     Args:
-        source: "roofline", or with which rows times were measured.
+        source: "roofline", or the rows with which works were measured or compiled.
         device: Name of the device whose figures were taken.
-        is_verified: Whether these were measured.
+        is_verified: Whether the figures were measured.
         optimizer_bytes: Bytes of the optimizer's state for a byte of parameters.
         links: Links between ranks.
-        warnings: What makes the prediction less sure.
+        warnings: Reasons why the prediction may be wrong.
+        replica_link: The link between replicas, None if it is as those of a pipeline.
     """
 
     source: str
@@ -218,6 +219,7 @@ class CostSource:
     optimizer_bytes: float
     links: tuple[PlannedLink, ...]
     warnings: tuple[str, ...] = ()
+    replica_link: PlannedLink | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,8 +227,8 @@ class Alternative:
     """The best plan in which one choice differs.
 
     Args:
-        label: What it takes instead.
-        change: The choice that differs.
+        label: The other choice.
+        change: The kind of choice that differs.
         options: Options of the command that give this plan.
         step_s: Seconds of its step.
         peak_bytes: The most that a device holds.
@@ -243,10 +245,10 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """The best plan that was found with one choice of all but the stages.
+    """The best plan that was found with given choices of all but the stages.
 
     Args:
-        label: That choice.
+        label: These choices.
         options: Options of the command that give this plan, or a faster one: not all
             candidates are improved as far as the plan is.
         step_s: Seconds of its step.
@@ -263,10 +265,10 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchCounts:
-    """How much was searched.
+    """The counts of a search.
 
     Args:
-        settings: Number of settings that are allowed.
+        settings: Number of allowed settings.
         pruned: How many of them a bound ruled out.
         evaluated: Number of cuts that were evaluated.
         version: Version of the search.

@@ -1,4 +1,4 @@
-"""From a model's work and a cluster to a plan, with what speaks for it."""
+"""From a model's work and a cluster to a plan with its reasons."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +16,7 @@ from torch_xla_pp.planner.evaluation import Evaluator
 from torch_xla_pp.planner.given_stages import names_in_file, stages_of_works
 from torch_xla_pp.planner.joined_works import joined_evaluator, with_all_works
 from torch_xla_pp.planner.measured_costs import MeasuredCosts
+from torch_xla_pp.planner.parameter_rules import HasRules, ParameterRules
 from torch_xla_pp.planner.plan import PipelinePlan
 from torch_xla_pp.planner.plan_parts import plan_of
 from torch_xla_pp.planner.remedies import nothing_fits
@@ -23,7 +24,7 @@ from torch_xla_pp.planner.search import best_of, search
 from torch_xla_pp.planner.settings import PlannerName, Request
 from torch_xla_pp.planner.strategies import PRESETS
 from torch_xla_pp.planner.work_costs import OPTIMIZERS, WorkTable
-from torch_xla_pp.simulate import Network
+from torch_xla_pp.simulate import Link, Network
 from torch_xla_pp.work import WorkGraph
 
 _T = TypeVar("_T")
@@ -41,6 +42,7 @@ def make_plan(
     memory_bytes: int | None = None,
     reserve: float = 0.08,
     network: Network | None = None,
+    replica_link: Link | None = None,
     optimizer: str | float = "adamw",
     replicas: Sequence[int] | None = None,
     microbatches: Sequence[int] | None = None,
@@ -54,11 +56,12 @@ def make_plan(
     has_own_inputs: bool = False,
     compare: bool = False,
     costs: MeasuredCosts | str | Path | None = None,
+    rules: HasRules | str | Path | None = None,
 ) -> PipelinePlan:
     """Plan how to train a model: stages, ranks, sharding, microbatches and order.
 
-    The plan with the shortest predicted step that fits the devices' memory. Every
-    choice that is not given is the planner's. Equal arguments give equal plans.
+    Returns the plan with the shortest predicted step that fits the devices' memory.
+    Every choice that is not given is the planner's. Equal arguments give equal plans.
 
     Args:
         work: The model's work, or a file that `WorkGraph.to_json` wrote.
@@ -72,25 +75,30 @@ def make_plan(
         memory_bytes: Memory of a device, None for all that it has.
         reserve: Share of it that is left free.
         network: Links between ranks; None for the link between devices of a rank.
+        replica_link: The link from a rank to that of the next replica, if it differs:
+            replicas may be on different hosts or slices, and a pipeline within one.
         optimizer: "sgd", "momentum" or "adamw", or bytes of state for a parameter's
             byte.
         replicas: Numbers of pipelines to try.
         microbatches: Numbers of microbatches to try.
         schedules: Orders of actions to try: 1f1b, zb1p, dag, gpipe, interleaved, zbv,
-            and list, which is made for the plan and written out in it.
+            and list, an order that is made for the plan and written out in it.
         stages_per_rank: Numbers of stages on a rank to try for interleaved and list.
         sharding: Presets to try inside a rank: dp, fsdp, tp.
         meshes: Sizes of the axes data and model to try.
         remat: What stages may choose, none or full.
         stages: Stages that are given: the names of operations, works or modules of
-            each, or a file with such lists or a plan. What no stage names goes to the
-            last one that makes what it uses.
+            each, or a file with such lists or a plan. An operation that no stage names
+            goes to the last one that makes a value it uses.
         planner: "full", or one to compare with: spp, pipedream or graphpipe.
-        has_own_inputs: Whether stages take the model's inputs on their own rank, in
-            place of from the first stage.
+        has_own_inputs: Whether stages take the model's inputs on their own rank, and
+            not from the first stage.
         compare: Whether to run the other planners, too.
-        costs: What the works were measured to take, or a file of `measure_work`;
-            None for rooflines of the device's figures.
+        costs: Measured times of the works, or estimates of `compile_work`, or a file
+            with either; None for rooflines of the device's figures.
+        rules: `AxisRules` with the model's patterns, or a file of `AxisRules.to_json`,
+            by which splits and exchanges are predicted; the plan keeps them. None to
+            judge by the shapes of parameters.
 
     Raises:
         ValueError: An argument is at fault, or nothing fits; the text says what to
@@ -102,7 +110,14 @@ def make_plan(
     spec = _of_all_ranks("device", found, ranks)
     measured = _measured(costs)
     if measured is not None:
-        spec = replace(spec, action_s=measured.action_s)
+        if measured.compiler and measured.device != spec.name:
+            raise ValueError(
+                f"plan: expected costs for {spec.name}, got some that are {measured}. "
+                "Compile them again, or plan for that device."
+            )
+        # A compiler does not know the time to start a program.
+        if not measured.compiler:
+            spec = replace(spec, action_s=measured.action_s)
     per_rank = devices_per_rank
     if per_rank is not None and not isinstance(per_rank, int):
         per_rank = _of_all_ranks("devices per rank", [*per_rank], ranks)
@@ -129,11 +144,12 @@ def make_plan(
         memory_bytes=memory_bytes,
         reserve=reserve,
         network=network or link_between_ranks(spec),
+        replica_link=replica_link,
     )
     evaluator = Evaluator(
-        table=WorkTable(graph, measured),
+        table=WorkTable(graph, measured, _rules(rules, graph)),
         cluster=cluster,
-        optimizer_bytes=_optimizer_bytes(optimizer),
+        optimizer_bytes=optimizer_ratio(optimizer),
         has_own_inputs=has_own_inputs,
     )
     return planned(request, _of(planner, evaluator), compare=compare)
@@ -145,8 +161,8 @@ def planned(
     """Search for the best plan, and for those in which one choice differs.
 
     Args:
-        request: What is asked.
-        evaluator: What evaluates cuts.
+        request: The request.
+        evaluator: Evaluates cuts.
         compare: Whether to run the other planners, too.
 
     Raises:
@@ -163,7 +179,7 @@ def planned(
         better = [e for _, e, _ in others if e.sort_key < best.sort_key]
         if not better:
             break
-        # Moves begin from a few cuts only; a comparison may come to a better one.
+        # Moves begin from a few cuts only; a comparison may find a better one.
         for evaluation in better:
             result.add(evaluation)
     if request.stages is not None:
@@ -190,8 +206,21 @@ def _measured(costs: MeasuredCosts | str | Path | None) -> MeasuredCosts | None:
     return MeasuredCosts.from_json(costs)
 
 
+def _rules(
+    given: HasRules | str | Path | None, graph: WorkGraph
+) -> ParameterRules | None:
+    if given is None:
+        return None
+    found = ParameterRules.of(given)
+    parameters = (p for work in graph.works for p in work.parameters)
+    faults = [*found.model_faults({p.name: p.shape for p in parameters})]
+    if faults:
+        raise ValueError("\n".join(f"plan, rules: {fault}" for fault in faults))
+    return found
+
+
 def _of(planner: PlannerName, evaluator: Evaluator) -> Evaluator:
-    """Return what evaluates a planner's cuts: two of them know chains alone."""
+    """Return the evaluator of a planner's cuts: two planners know only chains."""
     return replace(evaluator, has_chain=planner in ("spp", "pipedream"))
 
 
@@ -205,7 +234,7 @@ def _given(
 
 
 def _of_all_ranks(what: str, given: Sequence[_T], ranks: int | None) -> _T:
-    """Return what all ranks have of what may be given for each."""
+    """Return the value of all ranks of an argument that may be given for each."""
     texts = [item.name if isinstance(item, DeviceSpec) else item for item in given]
     listed = ", ".join(map(str, texts))
     if len(given) > 1 and len(given) != ranks:
@@ -233,8 +262,15 @@ def _total(ranks: int | None, per_rank: int | None, devices: int | None) -> int:
     return ranks * per_rank
 
 
-def _optimizer_bytes(optimizer: str | float) -> float:
-    """Return bytes of state for each byte of parameters."""
+def optimizer_ratio(optimizer: str | float) -> float:
+    """Return bytes of an optimizer's state for each byte of parameters.
+
+    Args:
+        optimizer: "sgd", "momentum" or "adamw", or that ratio itself.
+
+    Raises:
+        ValueError: It is neither.
+    """
     if isinstance(optimizer, str) and optimizer in OPTIMIZERS:
         return OPTIMIZERS[optimizer]
     try:

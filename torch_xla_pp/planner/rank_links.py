@@ -1,4 +1,4 @@
-"""Links between ranks as a file has them, and as a step is simulated with them."""
+"""Links between ranks, in the form of a file and in that of a simulation."""
 
 import math
 from collections import Counter
@@ -18,11 +18,12 @@ class RankLinks:
     """The links between the ranks of a pipeline, as a file states them.
 
     Args:
-        links: One without sender and receiver for all pairs that no other one names,
-            and one for each pair of ranks that differs.
+        links: One without sender and receiver for all pairs that are not named, and one
+            for each pair of ranks with another link.
 
     Raises:
-        ValueError: A link is named twice or in half, or has no sense; all are named.
+        ValueError: A link is there twice, lacks one rank, or makes no sense; all such
+            are named.
     """
 
     links: tuple[PlannedLink, ...]
@@ -87,13 +88,19 @@ def links_of(network: Network) -> tuple[PlannedLink, ...]:
     pairs: list[tuple[int | None, int | None, Link]] = [(None, None, network.default)]
     pairs += [(s, r, link) for (s, r), link in sorted(network.links.items())]
     return tuple(
-        PlannedLink(
-            sender=sender,
-            receiver=receiver,
-            latency_s=link.latency_s,
-            bytes_per_s=None if math.isinf(link.bytes_per_s) else link.bytes_per_s,
-        )
-        for sender, receiver, link in pairs
+        planned_link(link, sender, receiver) for sender, receiver, link in pairs
+    )
+
+
+def planned_link(
+    link: Link, sender: int | None = None, receiver: int | None = None
+) -> PlannedLink:
+    """Return a link in the form of a plan."""
+    return PlannedLink(
+        sender=sender,
+        receiver=receiver,
+        latency_s=link.latency_s,
+        bytes_per_s=None if math.isinf(link.bytes_per_s) else link.bytes_per_s,
     )
 
 

@@ -1,4 +1,4 @@
-"""What to say when nothing fits: what is missing, and what would help."""
+"""The error when nothing fits: what is missing, and what would help."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,8 +10,8 @@ from torch_xla_pp.planner.settings import Request
 from torch_xla_pp.planner.strategies import PRESETS
 from torch_xla_pp.text import bytes_text, seconds_text
 
-# How much more ranks and fewer rows are tried to find out what fits; of many devices,
-# whose searches take longest, the least alone.
+# Factors of more ranks and fewer rows that are tried to find what fits; of many
+# devices, whose searches take longest, only the least.
 _FACTORS = (2, 4, 8)
 _MANY_DEVICES = 128
 
@@ -19,7 +19,7 @@ Remedy = tuple[str, Request, Evaluator]
 
 
 def nothing_fits(request: Request, evaluator: Evaluator, result: SearchResult) -> str:
-    """Say what the nearest plan lacks, and what would help, in order."""
+    """Return the error with what the nearest plan lacks, and what would help."""
     lines = []
     if result.best:
         lines += _least_lines(best_of(result), request)
@@ -55,7 +55,7 @@ def _least_lines(best: Evaluation, request: Request) -> list[str]:
 
 
 def _effect_text(steps: Sequence[Remedy]) -> str | None:
-    """Say what the first step that fits gives, or the last one that is possible."""
+    """Describe the first change that fits, or the last one that is possible."""
     text = None
     for label, request, evaluator in steps:
         try:
@@ -73,7 +73,7 @@ def _effect_text(steps: Sequence[Remedy]) -> str | None:
 
 
 def _remedies(request: Request, evaluator: Evaluator) -> Iterator[list[Remedy]]:
-    """Yield what may help, each from little to much of it."""
+    """Yield changes that may help, each from a small to a large one."""
     is_large = evaluator.cluster.num_devices > _MANY_DEVICES
     factors = _FACTORS[:1] if is_large else _FACTORS
     if request.stages is not None:

@@ -1,10 +1,11 @@
-"""A plan as the command prints it."""
+"""The text of a plan that the command prints."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import groupby
 from typing import Protocol
 
+from torch_xla_pp.advice import PipelineLoad, advise
 from torch_xla_pp.planner.evaluation import RankBytes
 from torch_xla_pp.planner.plan_values import (
     Alternative,
@@ -21,7 +22,7 @@ from torch_xla_pp.text import bytes_text, seconds_text, table
 
 
 class ReportedPlan(Protocol):
-    """What a report tells of a `PipelinePlan`, with the same names."""
+    """The facts of a `PipelinePlan` in a report, with the same names."""
 
     @property
     def model(self) -> PlannedModel: ...  # noqa: D102
@@ -46,13 +47,18 @@ class ReportedPlan(Protocol):
     @property
     def candidates(self) -> tuple[Candidate, ...]: ...  # noqa: D102
     @property
+    def device_load(self) -> PipelineLoad | None: ...  # noqa: D102
+    @property
     def stage_of(self) -> Mapping[str, int]: ...  # noqa: D102
 
 
 def report_of(plan: ReportedPlan) -> str:
-    """Return a plan's step, its stages, why it is so, and what else there is."""
+    """Return a plan's step, its stages, its reasons, and alternatives."""
     lines = [headline_of(plan), "", *_stage_lines(plan), "", *_rank_lines(plan), ""]
     lines += [f"why    {reason}" for reason in plan.reasons]
+    if plan.device_load is not None:
+        faults = advise(plan.device_load).faults()
+        lines += [f"{'advice' if text[0] != ' ' else '':6} {text}" for text in faults]
     if plan.alternatives:
         lines += ["", *_alternative_lines(plan)]
     if plan.baselines:
@@ -76,7 +82,7 @@ def headline_of(plan: ReportedPlan) -> str:
 
 
 def differences(plan: ReportedPlan, other: ReportedPlan) -> str:
-    """Say what two plans choose differently, and what that changes."""
+    """Describe the different choices of two plans, and their effects."""
     mine, theirs = _facts(plan), _facts(other)
     rows = [
         [name, mine[name], theirs[name]]
@@ -161,11 +167,11 @@ def _rank_lines(plan: ReportedPlan) -> list[str]:
 
 
 def memory_table(ranks: Sequence[RankBytes], capacities: Sequence[int]) -> list[str]:
-    """Return lines with what a device of each rank holds, part by part.
+    """Return lines with the memory of a device of each rank, part by part.
 
     Args:
         ranks: The bytes of each rank.
-        capacities: What there is for them.
+        capacities: The memory for them.
     """
     names = [field.name for field in fields(RankBytes)]
     rows = [
@@ -199,7 +205,7 @@ def candidates_text(plan: ReportedPlan, count: int) -> str:
 
     Args:
         plan: The plan.
-        count: How many to tell at most.
+        count: The most that are listed.
     """
     rows = [
         [
@@ -221,22 +227,22 @@ def candidates_text(plan: ReportedPlan, count: int) -> str:
 def modules_text(modules: Sequence[str]) -> str:
     """Write paths of modules, runs of numbered ones as layers.0..5."""
     parts = []
-    for (head, tail), group in groupby(modules, _around_number):
+    for head, group in groupby(modules, _before):
         numbers = [_number(path) for path in group]
         if head is None:
             parts += [path for path in numbers if path]
         elif len(numbers) == 1 or numbers[0] == numbers[-1]:
-            parts.append(f"{head}.{numbers[0]}{tail}")
+            parts.append(f"{head}.{numbers[0]}")
         else:
             parts.append(f"{head}.{numbers[0]}..{numbers[-1]}")
     found = ", ".join(dict.fromkeys(parts))
     return found if len(found) <= 60 else f"{found[:57]}..."
 
 
-def _around_number(path: str) -> tuple[str | None, str]:
-    """Return what is before the first number of a path; the rest is left out."""
+def _before(path: str) -> str | None:
+    """Return what is before the first number of a path, None if it has none."""
     before = [*_before_number(path.split("."))]
-    return (".".join(before), "") if len(before) < path.count(".") + 1 else (None, path)
+    return ".".join(before) if len(before) < path.count(".") + 1 else None
 
 
 def _number(path: str) -> str:

@@ -1,13 +1,13 @@
 """Stages as runs of one order of works, with the least bottleneck.
 
-The bottleneck is the most that one stage takes for a microbatch, or that one of its
-messages keeps a link. The number of stages from one to the end bounds its microbatches
-in flight, as in 1F1B of a chain; a plan whose stages are parallel branches holds less.
+The bottleneck is the longest time of a stage for a microbatch, or of one of its
+messages on a link. The number of stages from one to the end bounds its microbatches in
+flight, as in 1F1B of a chain; a plan whose stages are parallel branches holds fewer.
 
 Source: the recurrence is PipeDream's (Narayanan et al., "PipeDream: Generalized
-Pipeline Parallelism for DNN Training", SOSP 2019) without replicas of a stage; what is
-live is that of 1F1B with flushes (Narayanan et al., "Memory-Efficient Pipeline-Parallel
-DNN Training", ICML 2021). The bound on memory inside of it is ours.
+Pipeline Parallelism for DNN Training", SOSP 2019) without replicas of a stage; live
+microbatches are those of 1F1B with flushes (Narayanan et al., "Memory-Efficient
+Pipeline-Parallel DNN Training", ICML 2021). The bound on memory inside it is ours.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ _LINES = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Division:
-    """An order that is cut.
+    """A cut of an order.
 
     Args:
-        bottleneck_s: The most that a stage takes.
+        bottleneck_s: The longest time of a stage.
         stages: Stage of each work.
         remat: "none" or "full" for each stage.
     """
@@ -37,7 +37,7 @@ class Division:
 
 
 class OrderRuns:
-    """What an order's runs hold, whatever the works cost.
+    """The bytes of an order's runs, which do not depend on the times of works.
 
     Args:
         order: The works in their order.
@@ -52,11 +52,11 @@ class OrderRuns:
 
 
 class RunTables:
-    """What each run of an order takes and holds as a stage.
+    """The time and the bytes of each run of an order as a stage.
 
     Args:
         order: The order and its runs.
-        works: What works cost.
+        works: The costs of works.
         remat: Which of "none" and "full" are allowed.
     """
 
@@ -75,18 +75,18 @@ class RunTables:
         self.state = runs.sums(works.parameter_bytes * (2 + works.optimizer_bytes))
         own = {name: runs.sums(held) for name, held in works.saved.items()}
         self.saved = {
-            "none": own["none"] + order.kept.sums(works.value_bytes),
+            "none": own["none"] + order.kept.sums(works.inner_bytes),
             "full": own["full"] + order.entering.sums(works.value_bytes),
         }
-        # For `RunCuts`, which would else allocate it for every stage.
+        # For `RunCuts`, which would otherwise allocate it for every stage.
         self.scratch = np.empty(base.shape)
-        # A run that ends before it begins is none.
+        # No run ends before it begins.
         below = np.tril(np.ones(base.shape, dtype=bool), -1)
         for load in self.loads.values():
             load[below] = np.inf
 
     def times(self, live: float, capacity: float) -> tuple[Array, Array]:
-        """Return what each run takes if it fits, and whether it computes again.
+        """Return the time of each run if it fits, and whether it computes again.
 
         Args:
             live: Microbatches in flight.
@@ -102,7 +102,7 @@ class RunTables:
         return found, again
 
     def fits(self, live: float, capacity: float) -> bool:
-        """Tell if every run fits in the way that takes least time."""
+        """Return whether every run fits with the remat that takes least time."""
         fastest = "none" if "none" in self.remat else "full"
         held = self.state + live * self.saved[fastest]
         return bool(held.max() <= capacity)
@@ -123,11 +123,11 @@ class RunCuts:
     Takes some 0.5 ms a stage for 400 works, when that many stages are first asked for.
 
     Args:
-        tables: What runs take.
+        tables: The costs of runs.
         lives: Microbatches in flight in a stage with 1, 2, … stages to the end; those
             of further stages are the last one's.
-        capacity: Bytes that a stage may hold; None to take as the bottleneck the most
-            bytes of a stage in place of its time.
+        capacity: Bytes that a stage may hold; None to minimise the most bytes of a
+            stage in place of its time.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class RunCuts:
         self._rests[-1] = 0.0
 
     def _add_stage(self) -> None:
-        """Put one stage more before all others."""
+        """Add one stage in front of all others."""
         live = self._lives[min(len(self._choices), len(self._lives) - 1)]
         if self._kept is None or self._kept[0] != live:
             tables, capacity = self._tables, self._capacity

@@ -33,29 +33,29 @@ from torch_xla_pp.planner.runs_search import Division, OrderRuns, RunCuts, RunTa
 from torch_xla_pp.planner.settings import Request, settings_for
 from torch_xla_pp.planner.work_tree import WorkTree, tree_of
 
-# How far an estimate may be above the best step: of settings, and of cuts, of which
-# those of small graphs cost little to evaluate.
+# How far an estimate may be above the best step: for settings, and for cuts, which cost
+# little to evaluate in small graphs.
 _SLACK = 1.1
 _SLACK_OF_CUTS = 1.05
 _SLACK_OF_SMALL = 1.3
-# Share of what is live on average that a plan holds at least, as heavy stages may be
-# those that hold few microbatches.
+# The least share of the average of live microbatches that a plan holds, as heavy stages
+# may be those with few microbatches.
 _SURE = 0.8
 _FEW_STAGES = 8
 _NUM_STARTS = 8
-# A bound on the actions of all cuts that moves lead to, as no clock is to be one.
+# A bound on the actions of all cuts that moves lead to, instead of a time limit.
 _MOVED = 400_000
 _STARTS_OF_SETTING = 6
 
 
 @dataclass(kw_only=True, eq=False)
 class SearchResult:
-    """What a search has come to.
+    """The result of a search.
 
     Args:
         best: The best evaluation of each setting that was tried.
-        starts: The best evaluations of all, from which moves begin.
-        num_settings: Number of settings that there are.
+        starts: The best evaluations, from which moves begin.
+        num_settings: Number of settings.
         num_pruned: How many of them were not tried.
         num_evaluated: Number of cuts that were evaluated.
     """
@@ -72,7 +72,7 @@ class SearchResult:
         return sorted(self.best.values(), key=lambda found: found.sort_key)
 
     def add(self, found: Evaluation, *, is_asked: bool = True) -> None:
-        """Note an evaluation; one that is not asked for is only where moves begin."""
+        """Note an evaluation; one that was not requested is only a start of moves."""
         self.num_evaluated += 1
         self.starts.append(found)
         if len(self.starts) > 4 * _NUM_STARTS:
@@ -84,7 +84,7 @@ class SearchResult:
             self.best[found.cut.setting] = found
 
     def take_starts(self) -> list[Evaluation]:
-        """Return where moves begin; they are not kept."""
+        """Return the starts of moves, and forget them."""
         self._keep_best_starts()
         taken, self.starts = self.starts, []
         return taken
@@ -107,8 +107,8 @@ def search(
     """Return the best cuts of all settings that may be the best.
 
     Args:
-        request: What is asked.
-        evaluator: What evaluates cuts.
+        request: The request.
+        evaluator: Evaluates cuts.
         allowed: Which of the settings to try.
 
     Raises:
@@ -160,7 +160,7 @@ def search(
 
 
 class _Cutter:
-    """Cuts of a model for one setting after another; keeps what they share."""
+    """A maker of cuts for one setting after another, which caches what they share."""
 
     def __init__(self, request: Request, evaluator: Evaluator) -> None:
         self._request = request
@@ -178,8 +178,8 @@ class _Cutter:
     def balanced_s(self, setting: Setting) -> float:
         """Estimate a step of stages that all take equally long.
 
-        If memory does not suffice, even were it that of all ranks together, values
-        are computed again, as few as that asks for.
+        If memory does not suffice, even that of all ranks together, as few values as
+        necessary are computed again.
         """
         totals = self._totals(setting)
         total, late = totals.seconds, totals.weight_s
@@ -197,12 +197,12 @@ class _Cutter:
         return setting.num_microbatches * load + fill / per_rank + final
 
     def may_fit(self, setting: Setting) -> bool:
-        """Tell if what all stages hold is not more than all ranks have."""
+        """Return whether all stages together fit the memory of all ranks together."""
         most = 1.0 if "full" in self._request.remat else 0.0
         return self._share_too_many(setting, self._totals(setting)) <= most
 
     def _share_too_many(self, setting: Setting, totals: "_Totals") -> float:
-        """Return which share of all saved values would have to be computed again.
+        """Return the share of all saved values that would have to be computed again.
 
         It is above 1 if not even the state fits.
         """
@@ -219,7 +219,7 @@ class _Cutter:
 
         Args:
             setting: The setting.
-            has_fit: Whether there is a plan that fits, so that less is tried for one.
+            has_fit: Whether a plan that fits is known, so that fewer cuts are tried.
         """
         if self._request.stages is not None:
             for choice in self._request.remat:
@@ -253,7 +253,7 @@ class _Cutter:
             for order in self._orders_of(setting):
                 if planner != "full" and order != tuple(range(len(order))):
                     continue
-                # Where memory binds, moves begin from what holds least, too.
+                # If memory is a constraint, also begin from the cut that holds least.
                 bounds = [capacity, None] if np.isfinite(capacity) else [capacity]
                 if has_fit and (count > _FEW_STAGES or len(order) > SMALL):
                     bounds = [capacity]
@@ -276,14 +276,14 @@ class _Cutter:
         lives: tuple[float, ...],
         capacity: float | None,
     ) -> RunCuts:
-        """Cut an order; what serves several settings is kept."""
+        """Cut an order; results for several settings are cached."""
         remat = self._request.remat
         key = setting.strategy, setting.rows, order
         if key not in self._tables:
             works = self._evaluator.works(setting.strategy, setting.rows)
             self._tables[key] = RunTables(self._runs_of(order), works, remat)
         if capacity is not None and self._tables[key].fits(max(lives), capacity):
-            # What fits with all that may be live has the same runs as if less were.
+            # A cut that fits with the most live microbatches is the same with fewer.
             lives, capacity = (1.0,), np.inf
         whole = key, lives, capacity
         if whole not in self._divisions:
@@ -297,14 +297,14 @@ class _Cutter:
         lives: tuple[float, ...],
         capacity: float,
     ) -> bool:
-        """Tell if memory rules out no run of an order."""
+        """Return whether memory rules out no run of an order."""
         tables = self._tables[setting.strategy, setting.rows, order]
         return tables.fits(max(lives), capacity)
 
     def _branched(
         self, setting: Setting, lives: tuple[float, ...], capacity: float
     ) -> Iterator[Division]:
-        """Cut the tree of works; what serves several settings is kept."""
+        """Cut the tree of works; results for several settings are cached."""
         tree = self._tree_of(setting)
         if not tree.has_branches and self._request.planner == "full":
             return
@@ -314,7 +314,7 @@ class _Cutter:
             runs = self._runs_of(tree.works)
             tables = BranchTables(tree, runs, works, self._request.remat)
             self._branches[key] = tables
-        # What fits with all that may be live has the same stages as if less were.
+        # If a cut fits with the most live microbatches, fewer change nothing.
         if self._branches[key].runs.fits(max(lives) + 1, capacity):
             lives, capacity = (1.0,) * len(lives), np.inf
         whole = key, setting.num_ranks, lives, capacity
@@ -325,7 +325,7 @@ class _Cutter:
     def _grow(
         self, setting: Setting, key: object, lives: tuple[float, ...], capacity: float
     ) -> list[Division]:
-        """Cut the tree, also with a stage too many, two of which are joined."""
+        """Cut the tree, also into one stage more, two of which are then joined."""
         count, has_branches = setting.num_ranks, self._tree_of(setting).has_branches
         lives = (*lives, lives[-1] + 1)
         tables = self._branches[key]
@@ -351,18 +351,18 @@ class _Cutter:
         return self._trees[key]
 
     def _weights(self, setting: Setting) -> list[float]:
-        """Return what each work takes."""
+        """Return the time of each work."""
         works = self._evaluator.works(setting.strategy, setting.rows)
         forward, inputs, weights = works.seconds
         found: list[float] = (forward + inputs + weights).tolist()
         return found
 
     def _lives(self, setting: Setting) -> tuple[float, ...]:
-        """Return what is live with 1, 2, … stages to the end."""
+        """Return the live microbatches with 1, 2, … stages to the end."""
         stages, count = setting.num_stages, setting.num_microbatches
         ranks, per_rank = setting.num_ranks, setting.stages_per_rank
         if setting.schedule == LISTED:
-            stages = ranks  # It may hold no more than 1F1B does.
+            stages = ranks  # It may hold as many as 1F1B at most.
         if setting.schedule in ("1f1b", "dag", LISTED):
             return tuple(float(min(f, count)) for f in range(1, stages + 1))
         live = {
@@ -402,16 +402,16 @@ class _Cutter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Totals:
-    """What all works together take and hold.
+    """The time and memory of all works together.
 
     Args:
         seconds: F, I and W of a microbatch.
         path_s: The same along the longest path.
         forward_s: F alone.
         weight_s: W alone.
-        final_s: What is done at the end of a step.
+        final_s: The time at the end of a step.
         state_bytes: Parameters, gradients and the optimizer's state on a device.
-        saved_bytes: What is not kept for a microbatch if it is computed again.
+        saved_bytes: The bytes of a microbatch that remat does not keep.
     """
 
     seconds: float

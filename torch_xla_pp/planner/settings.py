@@ -1,4 +1,4 @@
-"""What a plan may choose besides the stages, and in which order to try it."""
+"""The choices of a plan besides the stages, and the order in which to try them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ _MOST_ACTIONS = 60_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What is asked of a plan; None leaves a choice to the planner.
+    """A request for a plan; None leaves a choice to the planner.
 
     Args:
         rows: Rows of a step, those of all replicas.
@@ -30,11 +30,11 @@ class Request:
         presets: Ways to share a rank's work to try.
         meshes: Sizes of the axes data and model to try.
         remat: What stages may choose.
-        planner: Which search: "full", or one of those that it is compared with.
+        planner: The search: "full", or one that it is compared with.
         stages: Stage of each work, if that is given.
 
     Raises:
-        ValueError: A name is unknown or a count below one; all are told.
+        ValueError: A name is unknown or a count below one; all faults are listed.
     """
 
     rows: int
@@ -93,10 +93,10 @@ class Request:
 
 
 def settings_for(request: Request, evaluator: Evaluator) -> list[Setting]:
-    """Return all settings that are allowed and take the devices of the cluster.
+    """Return all allowed settings that use the devices of the cluster.
 
     Raises:
-        ValueError: There are none; the text says why.
+        ValueError: There are none; the text gives the reason.
     """
     found = [*_settings(request, evaluator)]
     if not found:
@@ -110,6 +110,9 @@ def _settings(request: Request, evaluator: Evaluator) -> Iterator[Setting]:
         for strategy in strategies_for(per_rank, request.presets):
             mesh = strategy.data, strategy.model
             if request.meshes is not None and mesh not in request.meshes:
+                continue
+            split = evaluator.table.by_rules(strategy)
+            if split is not None and not split.fit():
                 continue
             for rows, count in _row_counts(request, replicas, num_ranks, strategy):
                 if not evaluator.table.takes(rows / strategy.data):
@@ -166,7 +169,7 @@ def _row_counts(
 
 
 def _is_sensible(count: int, num_ranks: int, own_rows: int) -> bool:
-    """Tell if so many microbatches are worth trying: neither a few nor very many."""
+    """Return whether so many microbatches are worth trying: not few, not very many."""
     return min(num_ranks, own_rows) <= count <= max(64, 16 * num_ranks)
 
 
@@ -195,7 +198,7 @@ def _is_possible(setting: Setting, num_works: int) -> bool:
         return False
     name = setting.schedule
     if name == LISTED and setting.stages_per_rank > 1:
-        name = "interleaved"  # Which its cuts are found with.
+        name = "interleaved"  # Its cuts are found with these.
     return takes(name, ranks, count)
 
 
@@ -205,13 +208,13 @@ def _num_actions(setting: Setting) -> int:
 
 
 def _is_chain(evaluator: Evaluator) -> bool:
-    """Tell if no two works could run at the same time."""
+    """Return whether no two works could run at the same time."""
     ancestors = evaluator.table.graph.ancestors
     return all(found == (1 << place) - 1 for place, found in enumerate(ancestors))
 
 
 def _why_none(request: Request, evaluator: Evaluator) -> str:
-    """Say which numbers do not go together, and which near ones do."""
+    """Return the error with the numbers that do not match, and near ones that do."""
     total = evaluator.cluster.num_devices
     if not [*_shapes(request, evaluator)]:
         return (
@@ -219,6 +222,16 @@ def _why_none(request: Request, evaluator: Evaluator) -> str:
             f"devices, got ranks {request.num_ranks}, devices per rank "
             f"{request.devices_per_rank}, replicas {request.replicas}. Divisors of "
             f"{total} are {', '.join(map(str, _divisors(total)))}."
+        )
+    if evaluator.table.rules is not None and any(
+        _settings(request, _without_rules(evaluator))
+    ):
+        per_rank = _listed([*_shapes(request, evaluator)], 2)
+        return (
+            "plan: rules: expected some way to share a rank's work in which mesh axes "
+            "divide the dimensions that the rules name, got none of "
+            f"{', '.join(request.presets)} with {per_rank} devices per rank. "
+            "Change the devices per rank, or the patterns."
         )
     measured = evaluator.table.measured
     if measured is not None and [*_settings(request, _by_roofline(evaluator))]:
@@ -272,7 +285,13 @@ def _why_none(request: Request, evaluator: Evaluator) -> str:
 
 
 def _by_roofline(evaluator: Evaluator) -> Evaluator:
-    return replace(evaluator, table=WorkTable(evaluator.table.graph))
+    table = WorkTable(evaluator.table.graph, rules=evaluator.table.rules)
+    return replace(evaluator, table=table)
+
+
+def _without_rules(evaluator: Evaluator) -> Evaluator:
+    table = WorkTable(evaluator.table.graph, evaluator.table.measured)
+    return replace(evaluator, table=table)
 
 
 def _counts(numbers: Sequence[int]) -> str:
@@ -280,7 +299,7 @@ def _counts(numbers: Sequence[int]) -> str:
 
 
 def _nearest_counts(request: Request, evaluator: Evaluator) -> list[int]:
-    """Return the numbers of microbatches next to those asked that would do."""
+    """Return the possible numbers of microbatches next to the requested ones."""
     if request.microbatches is None:
         return []
     asked = request.microbatches[0]
@@ -292,7 +311,7 @@ def _nearest_counts(request: Request, evaluator: Evaluator) -> list[int]:
 def _nearest_rows(
     request: Request, evaluator: Evaluator, shapes: Sequence[tuple[int, int, int]]
 ) -> int | None:
-    """Return the number of rows next to those asked with which there is a setting."""
+    """Return the number of rows next to the requested one that has a setting."""
     near = set()
     for (ranks, replicas, per_rank), count in product(
         shapes, request.microbatches or (0,)

@@ -2,10 +2,10 @@
 
 Two mesh axes: `data` splits the rows of a microbatch, and with `fsdp` the parameters,
 too; `model` splits the products, as the preset `tp` does. A work is split over `model`
-if a dimension of one of its matrices can be; its other parameters stay whole.
+if a dimension of one of its matrices can be; its other parameters are not split.
 
-Collectives take a ring's time: n devices move (n - 1) / n of the bytes for a gather or
-a reduce-scatter, and twice that for an all-reduce.
+Collectives take the time of a ring: n devices move (n - 1) / n of the bytes for a
+gather or a reduce-scatter, and twice that for an all-reduce.
 
 Source of the ring's time: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
 for clusters of workstations", JPDC 2009.
@@ -15,11 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 PRESETS = ("dp", "fsdp", "tp")
+DATA, MODEL = "data", "model"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Strategy:
-    """How the devices of a rank share its stages.
+    """A way in which the devices of a rank share its stages.
 
     Args:
         data: Devices over which rows are split.
@@ -47,6 +48,11 @@ class Strategy:
         names = ["fsdp" if self.has_fsdp else "dp"] if self.data > 1 else []
         return (*names, *(["tp"] if self.model > 1 else []))
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Mesh axis → its size."""
+        return {DATA: self.data, MODEL: self.model}
+
 
 def strategies_for(
     num_devices: int, presets: Sequence[str] = PRESETS
@@ -65,7 +71,7 @@ def strategies_for(
 def ring_s(
     num_bytes: float, num_devices: int, bytes_per_s: float, latency_s: float
 ) -> float:
-    """Return what a gather or a reduce-scatter of so many bytes in all takes."""
+    """Return the time of a gather or a reduce-scatter of so many bytes in all."""
     if num_devices == 1 or num_bytes <= 0:
         return 0.0
     share = (num_devices - 1) / num_devices

@@ -1,8 +1,8 @@
-"""What each work of a model takes and keeps on one device, under one strategy.
+"""The time and memory of each work of a model on one device, under one strategy.
 
-Times are a roofline: the larger one of FLOPs over what the device reaches of its peak
-and of bytes over the bandwidth of its memory; collectives come on top. What a stage
-takes is the sum over its works, and what starting a program takes.
+Times are a roofline: the larger one of FLOPs over the share of its peak that the device
+reaches, and of bytes over the bandwidth of its memory; collectives are added. The time
+of a stage is the sum over its works, and the time to start a program.
 
 Source of the roofline: Williams, Waterman and Patterson, "Roofline: An Insightful
 Visual Performance Model for Multicore Architectures", CACM 2009.
@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from torch_xla_pp.planner.devices import Cluster
 from torch_xla_pp.planner.measured_costs import MeasuredCosts, RowSeconds, WorkSeconds
-from torch_xla_pp.planner.strategies import Strategy
+from torch_xla_pp.planner.parameter_rules import LogicalDims, ParameterRules
+from torch_xla_pp.planner.rule_splits import RING_PASSES, RuleSplits
+from torch_xla_pp.planner.strategies import Strategy, ring_s
 from torch_xla_pp.work import Cost, Work, WorkGraph
 
 Array = NDArray[np.float64]
@@ -32,12 +34,15 @@ class WorkTable:
 
     Args:
         graph: The works.
-        measured: What the works were measured to take, None for rooflines.
+        measured: Measured times of the works, None for rooflines.
+        rules: How parameters may be split, None to judge that by their shapes.
     """
 
     graph: WorkGraph
     measured: MeasuredCosts | None = None
+    rules: ParameterRules | None = None
     _split: dict[int, Array] = field(default_factory=dict, repr=False)
+    _by_rules: dict[Strategy, RuleSplits] = field(default_factory=dict, repr=False)
 
     @cached_property
     def num_works(self) -> int:
@@ -72,15 +77,37 @@ class WorkTable:
             for kind, of in kinds.items()
         }
 
+    def by_rules(self, strategy: Strategy) -> RuleSplits | None:
+        """Return what a strategy splits by the rules, None if there are none."""
+        if self.rules is None:
+            return None
+        if strategy not in self._by_rules:
+            self._by_rules[strategy] = RuleSplits(
+                self.graph, self.rules, self._logical, strategy
+            )
+        return self._by_rules[strategy]
+
+    @cached_property
+    def _logical(self) -> dict[str, LogicalDims | None]:
+        """Name of each parameter → its logical axes by the rules."""
+        if self.rules is None:
+            return {}
+        names = {p.name for work in self.graph.works for p in work.parameters}
+        for work in self.graph.works:
+            dims = [one.dims for one in work.sums] + [one.dims for one in work.parts]
+            names |= {dim.parameter for own in dims for dim in own}
+        names |= {dim.parameter for value in self.graph.values for dim in value.dims}
+        return {name: self.rules.logical(name) for name in sorted(names)}
+
     def takes(self, rows: float) -> bool:
-        """Tell if times are known for so many rows on a device."""
+        """Return whether times are known for so many rows on a device."""
         if self.measured is None:
             return True
         least, most = self.measured.range
         return least <= rows <= most
 
     def saved(self, remat: str, rows: float) -> Array:
-        """Return what each work keeps for its backward."""
+        """Return the bytes that each work keeps for its backward."""
         per_row, fixed = self._saved[remat]
         found: Array = per_row * rows + fixed
         return found
@@ -97,7 +124,7 @@ class WorkTable:
         }
 
     def passed(self, remat: str, rows: float) -> Array:
-        """Return what each work keeps from I to W."""
+        """Return the bytes that each work keeps from I to W."""
         return np.array([w.passed[remat].of(rows) for w in self.graph.works])
 
     @cached_property
@@ -107,7 +134,7 @@ class WorkTable:
         return np.array([float(sum(p.bytes for p in w.parameters)) for w in works])
 
     def split_bytes(self, model: int) -> Array:
-        """Return for each work the bytes of what `model` devices can split."""
+        """Return each work's bytes of parameters that `model` devices can split."""
         if model not in self._split:
             self._split[model] = np.array(
                 [
@@ -160,6 +187,21 @@ class WorkTable:
         return _pairs([[index[w] for w in v.passed_by] for v in self.graph.values])
 
     @cached_property
+    def are_used(self) -> NDArray[np.bool_]:
+        """Whether each value leaves its work, and not only views of it."""
+        found = np.array([bool(value.users) for value in self.graph.values], dtype=bool)
+        found[list(self.outputs)] = True
+        return found
+
+    @cached_property
+    def wholes(self) -> NDArray[np.int_]:
+        """Number of the value that each value is a view of, -1 for none."""
+        values = self.graph.values
+        numbers = {value.name: number for number, value in enumerate(values)}
+        own = [-1 if v.view_of is None else numbers[v.view_of] for v in values]
+        return np.array(own, dtype=int)
+
+    @cached_property
     def sources(self) -> tuple[int, ...]:
         """Places of the works that use no value with a gradient."""
         users = set(self.uses[self.have_gradients[self.uses[:, 0]], 1].tolist())
@@ -191,12 +233,12 @@ class WorkTable:
 
 @dataclass(frozen=True, eq=False)
 class WorkCosts:
-    """What works take and keep on one device.
+    """The time and memory of works on one device.
 
     Args:
         table: The works.
         cluster: The devices.
-        strategy: How a rank's devices share the works.
+        strategy: The way in which a rank's devices share the works.
         rows: Rows of a microbatch, those of all devices of a rank.
         optimizer_bytes: Bytes of the optimizer's state for a byte of parameters.
     """
@@ -215,8 +257,15 @@ class WorkCosts:
         return self.rows / self.strategy.data
 
     @cached_property
+    def by_rules(self) -> RuleSplits | None:
+        """What is split by the rules, None if there are none."""
+        return self.table.by_rules(self.strategy)
+
+    @cached_property
     def is_split(self) -> NDArray[np.bool_]:
         """Whether each work is split over the axis `model`."""
+        if self.by_rules is not None:
+            return self.by_rules.is_split
         model = self.strategy.model
         return (self.table.split_bytes(model) > 0) & (model > 1)
 
@@ -227,8 +276,14 @@ class WorkCosts:
 
     @cached_property
     def seconds(self) -> tuple[Array, Array, Array]:
-        """What F, I and W of each work take, with collectives."""
+        """The times of F, I and W of each work, with collectives."""
         forward, inputs, weights = self._alone
+        if self.by_rules is not None:
+            exchanged = (self._exchanges_s[when] for when in "FIW")
+            alone = (forward, inputs, weights)
+            both = zip(alone, exchanged, strict=True)
+            forward, inputs, weights = (own + more for own, more in both)
+            return forward, inputs, weights
         gather, scatter = self._fsdp_s
         reduce_outputs, reduce_inputs = self._tensor_s
         return (
@@ -239,40 +294,64 @@ class WorkCosts:
 
     @cached_property
     def parameter_bytes(self) -> Array:
-        """Bytes of parameters of each work on one device while none is computed."""
+        """Bytes of parameters of each work on one device while it does not run."""
+        if self.by_rules is not None:
+            return self.by_rules.kept_bytes
         split = self.table.split_bytes(self.strategy.model)
         whole = self.table.parameter_bytes - split
         found = whole + split / self.strategy.model
         return found / (self.strategy.data if self.strategy.has_fsdp else 1)
 
+    def tie_share(self, tied: str, place: int) -> float:
+        """Return the share of a tied parameter that a device has.
+
+        Args:
+            tied: Name of the group.
+            place: Place of a work that uses it.
+        """
+        if self.by_rules is not None:
+            own = self.table.graph.works[place].parameters
+            one = next(p for p in own if p.tied == tied)
+            return 1 / self.by_rules.kept_share(one)
+        whole = float(self.table.parameter_bytes[place])
+        return float(self.parameter_bytes[place]) / whole if whole else 0.0
+
     @cached_property
     def gathered_bytes(self) -> Array:
-        """Bytes of parameters of each work on one device while it is computed."""
+        """Bytes of parameters of each work on one device while it runs."""
+        if self.by_rules is not None:
+            return self.by_rules.used_bytes
         factor = self.strategy.data if self.strategy.has_fsdp else 1
         return self.parameter_bytes * factor
 
     @cached_property
     def saved(self) -> Mapping[str, Array]:
         """Remat → bytes that each work keeps from F to its backward."""
-        rows, share = self.device_rows, self.share
-        return {r: self.table.saved(r, rows) * share for r in ("none", "full")}
+        rows, split = self.device_rows, self.by_rules
+        whole = {r: self.table.saved(r, rows) for r in ("none", "full")}
+        if split is not None:
+            return {r: size - split.saved(r, rows) for r, size in whole.items()}
+        return {r: size * self.share for r, size in whole.items()}
 
     @cached_property
     def running_bytes(self) -> Array:
-        """A guess of what each work holds while it runs, besides what it keeps."""
+        """A guess of the temporaries of each work while it runs."""
         table = self.table
         producers = np.array(table.producers, dtype=int)
-        made = producers >= 0
+        made = (producers >= 0) & table.are_used
         found = self.saved["none"].copy()
-        np.add.at(found, table.uses[:, 1], self.value_bytes[table.uses[:, 0]])
-        np.add.at(found, producers[made], self.value_bytes[made])
+        np.add.at(found, table.uses[:, 1], self.inner_bytes[table.uses[:, 0]])
+        np.add.at(found, producers[made], self.inner_bytes[made])
         return found + self.gathered_bytes if self.strategy.has_fsdp else found
 
     @cached_property
     def passed(self) -> Mapping[str, Array]:
         """Remat → bytes that each work keeps from I to W."""
-        rows, share = self.device_rows, self.share
-        return {r: self.table.passed(r, rows) * share for r in ("none", "full")}
+        rows, split = self.device_rows, self.by_rules
+        whole = {r: self.table.passed(r, rows) for r in ("none", "full")}
+        if split is not None:
+            return {r: size - split.passed(r, rows) for r, size in whole.items()}
+        return {r: size * self.share for r, size in whole.items()}
 
     @cached_property
     def message_bytes(self) -> Array:
@@ -282,18 +361,32 @@ class WorkCosts:
 
     @cached_property
     def value_bytes(self) -> Array:
-        """Bytes of each value on one device."""
+        """Bytes of each value on one device, where the axis `model` splits none."""
         sizes = self.table.value_sizes
         return sizes[:, 0] * self.device_rows + sizes[:, 1]
 
     @cached_property
+    def inner_bytes(self) -> Array:
+        """Bytes of each value on one device while no other stage uses it."""
+        split = self.by_rules
+        return self.value_bytes * (1.0 if split is None else split.value_shares)
+
+    @cached_property
+    def border_s(self) -> Array:
+        """What making each value whole takes, for another stage."""
+        device, model = self.cluster.device, self.strategy.model
+        per_s, latency_s = device.link_bytes_per_s, device.link_latency_s
+        is_inner = self.inner_bytes < self.value_bytes
+        return _ring(self.value_bytes * is_inner, model, per_s, latency_s)
+
+    @cached_property
     def optimizer_s(self) -> Array:
-        """What the optimizer takes for each work: parameters, gradients, state."""
+        """The optimizer's time for each work: parameters, gradients, state."""
         moved = self.parameter_bytes * (2 + self.optimizer_bytes)
         return moved / self.cluster.device.bytes_per_s
 
     def longest_path_s(self, has_late_weights: bool) -> float:
-        """Return what the longest path of works takes, which is kept.
+        """Return the time of the longest path of works, which is cached.
 
         Args:
             has_late_weights: Whether W is not on it.
@@ -310,25 +403,50 @@ class WorkCosts:
         return self._paths[has_late_weights]
 
     def final_s(self, replicas: int) -> Array:
-        """Return what each work takes at the end of a step, which is kept."""
+        """Return the time of each work at the end of a step, which is cached."""
         if replicas not in self._final:
             self._final[replicas] = self.gradient_sum_s(replicas) + self.optimizer_s
         return self._final[replicas]
 
     def gradient_sum_s(self, replicas: int) -> Array:
-        """Return what the sum of each work's gradients takes at the end of a step."""
-        device, link = self.cluster.device, self.cluster.network.default
+        """Return the time to sum each work's gradients at the end of a step.
+
+        They are summed within a rank first, over the fast links. The latency of
+        messages between replicas is that of a stage, and not counted here.
+        """
+        device, link = self.cluster.device, self.cluster.link_of_replicas
         found = np.zeros(self.table.num_works)
-        if not self.strategy.has_fsdp:
-            per_s = device.link_bytes_per_s
-            found += _ring(self.parameter_bytes, self.strategy.data, per_s, 0.0) * 2
-        # A link takes what all devices of a rank send: every parameter, once.
+        once, per_s = self._summed_once_bytes, device.link_bytes_per_s
+        found += _ring(once, self.strategy.data, per_s, 0.0) * 2
+        # A link carries what all devices of a rank send: every parameter, once.
         sent = self.table.parameter_bytes
         return found + 2 * _ring(sent, replicas, link.bytes_per_s, 0.0)
 
+    @property
+    def _summed_once_bytes(self) -> Array:
+        """Bytes of gradients of each work that devices sum at the end of a step."""
+        if self.by_rules is not None:
+            return self.by_rules.summed_once_bytes
+        return self.parameter_bytes * (not self.strategy.has_fsdp)
+
+    @cached_property
+    def _exchanges_s(self) -> Mapping[str, Array]:
+        """F, I and W → what the exchanges of each work take by the rules."""
+        device, sizes = self.cluster.device, self.strategy.sizes
+        found = {when: np.zeros(self.table.num_works) for when in "FIW"}
+        for one in () if self.by_rules is None else self.by_rules.collectives:
+            if one.when in found:
+                found[one.when][one.place] += RING_PASSES[one.kind] * ring_s(
+                    one.size.of(self.device_rows),
+                    sizes[one.axis],
+                    device.link_bytes_per_s,
+                    device.link_latency_s,
+                )
+        return found
+
     @cached_property
     def split_s(self) -> Array:
-        """What a backward of each work takes longer where it is split in two."""
+        """The further time of each work's backward if it is split in two."""
         if self.table.measured is None:
             return np.zeros(self.table.num_works)
         _, inputs, _ = self._alone
@@ -336,7 +454,7 @@ class WorkCosts:
 
     @cached_property
     def _alone(self) -> tuple[Array, Array, Array]:
-        """What F, I and W of each work take, without collectives."""
+        """The times of F, I and W of each work, without collectives."""
         if self.table.measured is None:
             forward, inputs, weights = (self._roofline(c) for c in self.table.costs)
             return forward, inputs, weights
@@ -359,7 +477,7 @@ class WorkCosts:
 
     @cached_property
     def _fsdp_s(self) -> tuple[Array, Array]:
-        """Return what gathering parameters takes, and summing their gradients."""
+        """Return the time to gather parameters, and to sum their gradients."""
         if not self.strategy.has_fsdp:
             none = np.zeros(self.table.num_works)
             return none, none
@@ -374,7 +492,7 @@ class WorkCosts:
 
     @cached_property
     def _tensor_s(self) -> tuple[Array, Array]:
-        """Return what all-reduces of results take in F, of inputs' gradients in I."""
+        """Return times of all-reduces: of results in F, of inputs' gradients in I."""
         outputs, inputs = np.zeros((2, self.table.num_works))
         device, model = self.cluster.device, self.strategy.model
         if model == 1:
@@ -393,7 +511,7 @@ class WorkCosts:
 
 
 def _ring(sizes: Array, count: int, bytes_per_s: float, latency_s: float) -> Array:
-    """Return what a gather of each of these takes, as `ring_s`."""
+    """Return the time of a gather of each of these, as `ring_s`."""
     if count == 1:
         return np.zeros_like(sizes)
     seconds = latency_s + (count - 1) / count * sizes / bytes_per_s
@@ -412,5 +530,5 @@ def _numbers(cost: Cost) -> tuple[float, float, float, float]:
 
 
 def _splits(shape: tuple[int, ...], count: int) -> bool:
-    """Tell if a matrix has a dimension that so many devices can split."""
+    """Return whether a matrix has a dimension that so many devices can split."""
     return len(shape) > 1 and any(size % count == 0 and size for size in shape)

@@ -1,9 +1,9 @@
 """A graph of works as a tree of series and of branches.
 
 In a *series* every work of a part is below every work of the next one; the parts of
-*branches* have nothing to do with each other. Where a graph is neither, parts are put
-in a series along its longest path: the extra order binds where stages may be cut, but
-never the execution.
+*branches* are independent. Where a graph is neither, parts are put in a series along
+its longest path: the additional order restricts where stages may be cut, but never the
+execution.
 
 Source: series and parallel parts are those of Jeon et al., "GraphPipe: Improving
 Performance and Scalability of DNN Training with Graph Pipeline Parallelism", ASPLOS
@@ -20,7 +20,7 @@ class WorkTree:
     """A part of the graph.
 
     Args:
-        kind: How its parts lie to each other; a work has none.
+        kind: The relation of its parts; a work has none.
         works: Its works; those of each part follow each other.
         parts: Its parts.
     """
@@ -40,7 +40,7 @@ def tree_of(ancestors: Sequence[int], weights: Sequence[float]) -> WorkTree:
 
     Args:
         ancestors: For each work a number with a bit for each work below it.
-        weights: What each work takes.
+        weights: The time of each work.
     """
     return _tree(tuple(range(len(ancestors))), ancestors, weights)
 
@@ -58,7 +58,7 @@ def _tree(
         groups, kind = _along_path(works, ancestors, weights), "series"
     parts = tuple(_tree(group, ancestors, weights) for group in groups)
     if kind == "series":
-        # A series within a series is one.
+        # A series within a series becomes a part of it.
         parts = tuple(p for part in parts for p in _spread(part))
     order = tuple(work for part in parts for work in part.works)
     return WorkTree(kind=kind, works=order, parts=parts)
@@ -106,7 +106,7 @@ def _components(
 def _along_path(
     works: tuple[int, ...], ancestors: Sequence[int], weights: Sequence[float]
 ) -> list[tuple[int, ...]]:
-    """Return what is new below each work of the heaviest path, and what is left."""
+    """Return the works below each work of the heaviest path, and the remaining ones."""
     longest: dict[int, float] = {}
     before: dict[int, int | None] = {}
     for work in works:

@@ -1,4 +1,4 @@
-"""How far apart the clocks of the ranks are."""
+"""The offsets between the clocks of the ranks."""
 
 import time
 
@@ -11,10 +11,10 @@ _KEY = ("clock",)
 def clock_offset_ns(group: XlaPpProcessGroup) -> int:
     """Return what to add to `time.monotonic_ns` of this rank to get that of rank 0.
 
-    Asks rank 0 for its time, several times, and believes the answer that came fastest:
-    it was given half-way between question and answer, give or take half of the time
-    between them. Zero where that cannot be told from zero, as on one host. All ranks
-    must call; it takes some milliseconds for each of them.
+    Asks rank 0 for its time, several times, and uses the fastest answer: rank 0 read
+    its clock half-way between question and answer, up to half of the time between them.
+    The offset is zero if it cannot be distinguished from zero, as on one host. All
+    ranks must call; it takes some milliseconds for each of them.
 
     Source: D. Mills, RFC 5905 (Network Time Protocol), section 10.
     """

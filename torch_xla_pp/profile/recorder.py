@@ -1,9 +1,9 @@
-"""What one rank does in a step, noted while it does it.
+"""A recorder of what one rank does in a step.
 
-With the in-graph transport the programs note their own times, once they have been
-told by a *mark* which action they are part of. With the host transport the times are
-those of the host: an action begins when Python comes to it, and ends when the device
-has run its programs, for which Python waits.
+With the in-graph transport the programs note their own times, under the action that an
+operand, the *mark*, names. With the host transport the times are those of the host: an
+action begins when Python calls it, and ends when the device has run its programs, for
+which Python waits.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from torch_xla_pp.transport import Message, ShardLayout, part_sizes
 
 @dataclass(kw_only=True, slots=True)
 class Dispatch:
-    """What an action cost the host.
+    """The time of the host for an action.
 
     Args:
         returned_ns: When its program was enqueued.
@@ -41,11 +41,11 @@ class StepRecorder:
     """An observer that notes what one rank does in one step.
 
     Args:
-        saved: What the rank's stages keep for their backwards.
+        saved: The saved activations of the rank's stages.
         has_marks: Whether programs note their times themselves.
 
     Attributes:
-        records: What was noted, of programs once `listening` has ended.
+        records: The notes; those of programs once `listening` has ended.
         dispatched: The actions, in their order.
         peak_bytes: The most bytes that were saved, of all stages together.
     """
@@ -59,7 +59,7 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Keep what programs note in the block."""
+        """Keep the notes of programs in the block."""
         if not self._has_marks:
             yield
             return
@@ -72,11 +72,11 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def action(self, action: Action, *, is_rest: bool = False) -> Iterator[Marks]:
-        """Note one action, which the block enqueues with the marks that it is given.
+        """Note one action, which the block enqueues with the marks that it gets.
 
         Args:
             action: The action.
-            is_rest: Whether this is a part of the action that comes after the rest.
+            is_rest: Whether this is a later part of an action that was noted before.
 
         Raises:
             PipelineError: The action is noted for the second time.
@@ -110,14 +110,14 @@ class StepRecorder:
         values: Sequence[Tensor],
         there: Sequence[Tiling] | None = None,
     ) -> None:
-        """Note what has gone through the host; `there` is its tiling on the peer."""
+        """Note a message sent through the host; `there` are its tilings on the peer."""
         layouts = [ShardLayout.of_tensor(value) for value in values]
         num_bytes = sum(part_sizes(layouts, there))
         self._note(Event.SENT, *message, num_bytes=num_bytes)
 
     @contextlib.contextmanager
     def receiving(self, message: Message) -> Iterator[None]:
-        """Note what comes through the host."""
+        """Note a message that is received through the host."""
         self._note(Event.ASKED, *message)
         yield
         self._note(Event.ARRIVED, *message)
@@ -131,7 +131,7 @@ class StepRecorder:
         origin: int = -1,
         num_bytes: int = 0,
     ) -> None:
-        """Note what programs do not."""
+        """Note an event that programs do not note."""
         if not self._has_marks:
             time_ns = time.monotonic_ns()
             self.records.append(

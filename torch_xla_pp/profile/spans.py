@@ -1,10 +1,10 @@
-"""From what a rank noted in a step to the spans of its timeline.
+"""From the notes of a rank in a step to the spans of its timeline.
 
 Laws, for the programs of a rank:
 
 * They run one after another. An action begins when the one before it has ended, but
-  not before it was enqueued: that is, when the call returned that enqueued it, or as
-  soon as something of it was noted.
+  not before it was enqueued: when the call that enqueued it returned, or at the first
+  note of the action if that is earlier.
 * It ends when the last device has noted its end.
 * It waits for a message from when the last device has asked for it until the last
   part has arrived.
@@ -25,13 +25,13 @@ _Name = tuple[str, int, int]
 
 
 class Notes(NamedTuple):
-    """What one rank noted, on the clock of rank 0.
+    """The notes of one rank, on the clock of rank 0.
 
     Attributes:
-        spans: What it ran.
+        spans: The actions that it ran.
         sent: Message → when it was sent, and its bytes.
-        arrived: Message → when it was there.
-        peak_bytes: What was held at most for backwards.
+        arrived: Message → when it had arrived.
+        peak_bytes: The most that was saved for backwards.
     """
 
     spans: tuple[Span, ...]
@@ -51,7 +51,7 @@ def spans_of(
     Args:
         rank: The rank.
         dispatched: Its actions, in their order.
-        records: What was noted.
+        records: The notes.
         offset_ns: What to add to its clock.
     """
     marks = _Marks(records)
@@ -81,7 +81,7 @@ def spans_of(
 
 
 def transfers_of(notes: Sequence[Notes]) -> tuple[Transfer, ...]:
-    """Join what senders and receivers noted, given by rank."""
+    """Join the notes of senders and receivers, given by rank."""
     receivers = {message: rank for rank, n in enumerate(notes) for message in n.arrived}
     return tuple(
         Transfer(
@@ -117,11 +117,11 @@ def message_of(record: Note) -> Message:
 
 
 class _Noted(NamedTuple):
-    """What was noted of one action.
+    """The notes of one action.
 
     Attributes:
-        times: When something of it had begun.
-        ends: When a device had ended a program of it.
+        times: The times of its events.
+        ends: The times at which a device had ended one of its programs.
         asked: Message → when the last device had asked for it.
     """
 
@@ -131,7 +131,7 @@ class _Noted(NamedTuple):
 
 
 class _Marks:
-    """What was noted of actions, which are asked for in their order."""
+    """The notes of actions, which are taken in the order of the actions."""
 
     def __init__(self, records: Sequence[Note]) -> None:
         self._begins: dict[_Name, list[int]] = {}
@@ -148,10 +148,10 @@ class _Marks:
                 times[record.event].setdefault(name, []).append(record.time_ns)
 
     def take(self, action: Action) -> _Noted:
-        """Return what was noted of an action.
+        """Return the notes of an action.
 
-        Which of the backward actions of a microbatch receives is not known: it is the
-        first that ends after it has asked.
+        The notes do not show which of the backward actions of a microbatch receives: it
+        is the first that ends after asking.
         """
         name = (action.kind, action.stage, action.microbatch)
         ends = self._ends.get(name, [])

@@ -27,14 +27,14 @@ from torch_xla_pp.transport import (
 
 
 class StepProfile:
-    """What `profile_step` recorded, the same on all ranks."""
+    """The record of `profile_step`, the same on all ranks."""
 
     def __init__(self) -> None:
         self._timeline: Timeline | None = None
 
     @property
     def timeline(self) -> Timeline:
-        """Return what all ranks did, on the clock of rank 0.
+        """Return the timeline of all ranks, on the clock of rank 0.
 
         Raises:
             PipelineError: The block has not ended.
@@ -51,8 +51,8 @@ class StepProfile:
 
         Args:
             path: Ends with .json for a trace that Perfetto and Chrome show, with .svg
-                or .png for a picture, see `timeline.to_picture`. What
-                `Timeline.from_json` reads is written by `timeline.to_json`.
+                or .png for a picture, see `timeline.to_picture`. `timeline.to_json`
+                writes the file for `Timeline.from_json`.
         """
         if Path(path).suffix == ".json":
             to_chrome(self.timeline, path)
@@ -74,10 +74,10 @@ def profile_step(schedule: Any) -> Iterator[StepProfile]:
     of the host with the host transport.
 
     Args:
-        schedule: What drives the stages.
+        schedule: The schedule that drives the stages.
 
     Yields:
-        What is recorded, to be read after the block.
+        The record, to be read after the block.
 
     Raises:
         TypeError: The schedule or one of its stages cannot be recorded.
@@ -98,7 +98,7 @@ def profile_step(schedule: Any) -> Iterator[StepProfile]:
     with rendezvous.reporting("in profile_step"):
         offset_ns = clock_offset_ns(group)
         with recorder.listening(), _observed(rank, recorder):
-            # Nobody sends before all listen.
+            # No rank sends before all ranks listen.
             rendezvous.exchange("profile", None)
             yield profile
         notes = _notes(rendezvous.rank, recorder, offset_ns)
@@ -124,7 +124,7 @@ def _observed(rank: RankPipeline, recorder: StepRecorder) -> Iterator[None]:
 
 
 def _notes(rank: int, recorder: StepRecorder, offset_ns: int) -> Notes:
-    """Sort what a rank has noted."""
+    """Sort the notes of a rank."""
     records = recorder.records
 
     def seconds(time_ns: int) -> float:

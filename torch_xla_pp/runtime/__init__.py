@@ -1,7 +1,7 @@
 """RUN: stages that torch's own schedule classes drive."""
 
 from torch_xla_pp.runtime.gradients.norm import clip_grad_norm_
-from torch_xla_pp.runtime.padding import pad_batch
+from torch_xla_pp.runtime.gradients.sums import SumPrograms
 from torch_xla_pp.runtime.rank import RankPipeline
 from torch_xla_pp.runtime.schedule_table import ScheduleFromTable
 from torch_xla_pp.runtime.stage import PipelineStage
@@ -13,10 +13,10 @@ __all__ = [
     "PipelineStage",
     "RankPipeline",
     "ScheduleFromTable",
+    "SumPrograms",
     "TracedModel",
     "check_plain_module",
     "clip_grad_norm_",
     "losses",
     "metrics",
-    "pad_batch",
 ]

@@ -1,10 +1,10 @@
-"""What ranks agree on under one schedule, by messages: the effects of `plan`.
+"""The agreement of ranks under one schedule, by messages: the effects of `plan`.
 
 Before the first step the ranks compare their claims. At the first step of each kind
-every stage waits for the offers of earlier ones and makes its own, and all ranks tell
-how values are tiled over their devices. The number of a step's kind is announced by the
-rank of the first stage, which alone sees the batch; the others wait for it while they
-would have nothing to compute on.
+every stage waits for the offers of earlier ones and makes its own, and all ranks
+exchange the tilings of values over their devices. The rank of the first stage, which
+alone sees the batch, announces the number of a step's kind; the others wait for it at a
+time when they would have nothing to compute.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from typing import Any
 from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PlanError
 from torch_xla_pp.plan import (
+    Arguments,
     Claim,
     KindNumbers,
     Offer,
@@ -29,12 +30,12 @@ from torch_xla_pp.transport import Rendezvous
 
 @dataclass(eq=False, slots=True)
 class Agreement:
-    """What all ranks of a pipeline agreed on for one schedule.
+    """The agreement of all ranks of a pipeline for one schedule.
 
     Args:
-        rendezvous: What the ranks agree through.
+        rendezvous: The rendezvous of the ranks.
         key: Name of the agreement, equal on all ranks.
-        wiring: What each stage takes from others, and where the stages are.
+        wiring: The inputs of each stage from others, and the ranks of stages.
     """
 
     rendezvous: Rendezvous
@@ -70,7 +71,7 @@ class Agreement:
         """Plan a stage for a kind of step; waits for the offers of earlier stages.
 
         Raises:
-            StageShapeError: The stage cannot take what the others make.
+            StageShapeError: The stage cannot take the outputs of the others.
             ValueError: The schedule's arguments do not fit.
         """
         offers = {
@@ -80,16 +81,26 @@ class Agreement:
         return planner.plan(self.wiring, offers, num_microbatches, args, kwargs)
 
     def offer(self, kind: int, stage: int, offer: Offer) -> None:
-        """Tell what a stage makes in a kind of step."""
+        """Announce the outputs of a stage in a kind of step."""
         self.rendezvous.publish(self._name_of_offer(kind, stage), offer)
 
-    def exchange_tilings(self, own: Tilings) -> Tilings:
-        """Tell how values are tiled here; returns that of all stages.
+    def tell_call(self, kind: int, call: Arguments | None) -> None:
+        """Announce the model's arguments in a kind of step; for the first stage."""
+        self.rendezvous.publish(f"call/{self.key}/{kind}", call)
 
-        Nothing of a new kind is run before, so all ranks have their plans then.
+    def call(self, kind: int) -> Arguments | None:
+        """Return the arguments of the model, None if it was not traced."""
+        first = self.wiring.ranks[0]
+        found: Arguments | None = self.rendezvous.read(f"call/{self.key}/{kind}", first)
+        return found
+
+    def exchange_tilings(self, own: Tilings) -> Tilings:
+        """Announce the tilings of values here; returns those of all stages.
+
+        No program of a new kind runs before, so all ranks have their plans then.
         """
         found = self.rendezvous.exchange("ready", own)
-        return {stage: tilings for told in found for stage, tilings in told.items()}
+        return {stage: tilings for own in found for stage, tilings in own.items()}
 
     def _await_offer(self, kind: int, stage: int) -> Offer:
         rank = self.wiring.ranks[stage]
@@ -108,7 +119,7 @@ class StepKinds:
     """The kind of each step of one schedule.
 
     Args:
-        agreement: What the ranks agreed on.
+        agreement: The agreement of the ranks.
 
     Attributes:
         step: Number of the step, equal on all ranks once its kind is known.
@@ -125,7 +136,8 @@ class StepKinds:
     def begin_step(self) -> None:
         """Count a step; every rank must call it once a step.
 
-        After a failure all ranks count afresh, as not all of them began the same steps.
+        After a failure all ranks start to count anew, as not all of them began the same
+        steps.
         """
         generation = self._agreement.rendezvous.generation
         if generation != self._generation:
@@ -135,10 +147,10 @@ class StepKinds:
         self._current = None
 
     def announce(self, kind: Any, step: int) -> None:
-        """Tell all ranks the number of this step's kind; for the first stage's rank.
+        """Announce the number of this step's kind; for the first stage's rank.
 
         Args:
-            kind: What can be compared with the kinds of earlier steps.
+            kind: A key that is equal for steps of one kind.
             step: Number of the step, by which random numbers differ; after a failure
                 not all ranks have counted the same steps.
         """

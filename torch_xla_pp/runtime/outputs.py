@@ -1,7 +1,7 @@
-"""The outputs that a schedule gets from the last stage, and the gradients for them.
+"""The outputs of the last stage for a schedule, and their gradients.
 
-Law: an output that nobody is to return lives until its loss is known, and no longer.
-A schedule still has it in a local variable then, so it is emptied.
+Law: an output that the schedule does not return lives until its loss is known, and no
+longer. A schedule still has it in a local variable then, so its memory is taken away.
 """
 
 import functools
@@ -26,11 +26,11 @@ class StageOutputs:
 
     Args:
         world: The devices of this rank.
-        saved: Where microbatches wait.
+        saved: The saved values of the stage.
 
     Attributes:
         is_wanted: Whether the schedule returns the outputs at the end of this step.
-        last: The microbatch whose output was the last.
+        last: The microbatch of the latest output.
     """
 
     def __init__(self, world: World, saved: SavedValues) -> None:
@@ -38,7 +38,7 @@ class StageOutputs:
         self._saved = saved
         self.is_wanted = True
         self.last = 0
-        # Microbatch → what its loss may be computed from.
+        # Microbatch → the tensors that its loss may be computed from.
         self._leaves: dict[int, list[Tensor]] = {}
 
     def __len__(self) -> int:
@@ -60,14 +60,14 @@ class StageOutputs:
         """Keep the outputs of a forward.
 
         Args:
-            compiled: Says what they look like.
+            compiled: Has their specs.
             microbatch: Index of the microbatch.
             outputs: Its outputs, by index.
             is_scored: Whether its loss will be computed.
             is_trained: Whether it has a backward.
 
         Returns:
-            The output for the end of the step if it is wanted, and that for now, whose
+            The output for the end of the step, if wanted, and the one for now, whose
             tensors are leaves.
         """
         self.last = microbatch
@@ -97,12 +97,12 @@ class StageOutputs:
         is_trained: bool,
         marks: Marks,
     ) -> Any:
-        """Compute the loss of the microbatch whose output was the last.
+        """Compute the loss of the microbatch of the latest output.
 
         Args:
             loss: Computes it.
-            plan: Says how many rows it has.
-            compiled: Says what the output looks like.
+            plan: Has the number of its rows.
+            compiled: Has the specs of the output.
             output: The output.
             target: The target.
             is_trained: Whether the loss has a backward.
@@ -128,11 +128,11 @@ class StageOutputs:
         """Return the gradients of a loss; none where the stage is not the last one.
 
         Args:
-            compiled: Says what the outputs look like.
+            compiled: Has the specs of the outputs.
             microbatch: Index of the microbatch.
             loss: Its loss, which is differentiated now if the schedule has computed it
-                in a way of its own.
-            scale: What gradients are multiplied by.
+                itself.
+            scale: Factor of the gradients.
         """
         if loss is not None and microbatch in self._leaves:
             self._differentiate(compiled, microbatch, loss, scale)
@@ -159,7 +159,7 @@ class StageOutputs:
         """Keep the gradients of a loss that could not be compiled, if it is trained.
 
         Returns:
-            The loss, without the graph, which would keep the outputs.
+            The loss, without the graph, which would keep the outputs alive.
         """
         leaves = self._leaves.pop(microbatch, [])
         if not any(leaf.requires_grad for leaf in leaves):
@@ -176,13 +176,13 @@ class StageOutputs:
         microbatch: int,
         tangents: dict[str, Tensor],
     ) -> None:
-        """Keep gradients in the place of the output that they are for."""
+        """Replace a kept output by its gradients."""
         self._take_output(microbatch)
         if tangents:
             self._saved.put("loss", microbatch, tangents, compiled.sizes)
 
     def _take_output(self, microbatch: int) -> None:
-        """Keep an output no longer than the next program needs it."""
+        """Release an output as soon as the next program does not need it."""
         if self._saved.has("output", microbatch):
             self._saved.take("output", microbatch)
 
@@ -193,7 +193,7 @@ class StageOutputs:
     def _differentiated(
         self, loss: Tensor, leaves: Sequence[Tensor], specs: Sequence[TensorSpec]
     ) -> dict[str, Tensor]:
-        """Return a loss's gradients with respect to outputs, if it was not compiled."""
+        """Return the gradients of outputs by a loss that was not compiled."""
         wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
         grads = torch.autograd.grad(
             loss, [leaves[i] for i in wanted], allow_unused=True

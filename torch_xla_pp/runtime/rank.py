@@ -1,11 +1,11 @@
-"""What one rank does under one schedule: how its steps begin and end, and its actions.
+"""The steps and actions of one rank under one schedule.
 
-    begin_step     errors of others, leftovers, parameters onto the device
-    prepare        before the first step: agree with the other ranks on the stages
-    (first F)      at the first forward of a step: of which kind it is; a new kind is
+    begin_step     raises errors of others, drops leftovers, moves values to the device
+    prepare        before the first step: agrees with the other ranks on the stages
+    (first F)      at the first forward of a step: finds its kind; a new kind is
                    planned, compiled, and agreed on
     action         one action of a stage; its errors reach all ranks
-    end_step       gradients are averaged and published, once nothing went wrong
+    end_step       averages and publishes gradients, if no rank has failed
 
 Law: gradients are scaled once. The derivative of the loss is divided by the number of
 microbatches before it enters the last stage's backward.
@@ -29,7 +29,7 @@ from torch_xla_pp.runtime.gradients.finish import combine
 from torch_xla_pp.runtime.outputs import StageOutputs
 from torch_xla_pp.runtime.stage_model import StageModel
 from torch_xla_pp.runtime.step_plans import StepPlans, agree_on_pipeline
-from torch_xla_pp.runtime.wrong_input import check_batch, check_no_hooks
+from torch_xla_pp.runtime.wrong_input import check_batch, check_no_hooks, check_rows
 from torch_xla_pp.schedule import Action, Kind
 from torch_xla_pp.state import SavedValues
 from torch_xla_pp.torch_compat import (
@@ -37,6 +37,7 @@ from torch_xla_pp.torch_compat import (
     StepCall,
     TorchSchedule,
     calling_step,
+    cuts_rows,
     drop_outputs,
     grad_scale,
     guard_step,
@@ -53,7 +54,7 @@ from torch_xla_pp.transport import LinkedGroups, StepsAhead, XlaPpProcessGroup
 
 
 class LocalStage(Protocol):
-    """A stage as its rank sees it."""
+    """A stage in the view of its rank."""
 
     stage_index: int
     num_stages: int
@@ -74,23 +75,23 @@ class LocalStage(Protocol):
         """Begin a step under a schedule."""
 
     def drop_leftovers(self) -> None:
-        """Drop what a failed step has left."""
+        """Drop the leftovers of a failed step."""
 
     def explain(self) -> object:
-        """Return what the stage costs, to be printed."""
+        """Return the costs of the stage, to be printed."""
 
 
 class Run(NamedTuple):
-    """What an action runs.
+    """The plan, programs and channels that an action runs with.
 
     Attributes:
-        plan: What the stage takes in this kind of step.
-        compiled: What is compiled for it.
+        plan: The stage's plan in this kind of step.
+        compiled: The stage compiled for it.
         programs: Its programs.
-        links: What it exchanges with other stages.
+        links: Its channels to other stages.
         sizes: Bytes of its values by name, as far as they are known.
         is_given: Whether the schedule passes arguments to it.
-        marks: What the programs are given to note their times, if anybody watches.
+        marks: Operands by which programs note their times, if the step is observed.
     """
 
     plan: StagePlan
@@ -103,7 +104,7 @@ class Run(NamedTuple):
 
     @classmethod
     def of(cls, plan: StagePlan, compiled: CompiledStage[Links]) -> "Run":
-        """Return what actions of a stage run for a plan."""
+        """Return the run of a stage's actions for a plan."""
         return cls(
             plan=plan,
             compiled=compiled,
@@ -119,12 +120,12 @@ class RankPipeline:
     """The stages of one rank under one schedule; made once for both.
 
     Args:
-        schedule: What drives the stages.
+        schedule: The schedule that drives the stages.
 
     Attributes:
         schedule: As given.
         stages: The stages, in the schedule's order.
-        observer: Who watches the actions, None for nobody.
+        observer: The observer of the actions, None for none.
         num_microbatches: Microbatches of a step.
         has_loss: Whether the loss of every microbatch is computed here.
     """
@@ -143,7 +144,7 @@ class RankPipeline:
         self.has_loss = self._loss is not None
         self._plans: StepPlans | None = None
         self._ahead: StepsAhead | None = None
-        # The stages in the kind of this step, by index, and what their actions run.
+        # The stages in the kind of this step, by index, and the runs of their actions.
         self._current: dict[int, StageKind[Links]] = {}
         self._runs: dict[int, Run] = {}
         self._replica = 0
@@ -175,7 +176,7 @@ class RankPipeline:
         """Begin a step, before its batch is cut.
 
         Raises:
-            Exception: A peer has reported a failure, or something is not as it was.
+            Exception: A peer has reported a failure, or a stage has changed illegally.
         """
         number = max(stage.num_steps for stage in self.stages) + 1
         self._activity.begin_step(number)
@@ -183,6 +184,8 @@ class RankPipeline:
             for groups in self._groups:
                 groups.check()
             check_batch(call.batch)
+            if cuts_rows(self.schedule):
+                check_rows(call.batch, self.num_microbatches)
             self._num_done = dict.fromkeys((s.stage_index for s in self.stages), 0)
             self._current = {}
             for stage in self.stages:
@@ -197,7 +200,7 @@ class RankPipeline:
             self._expected = {stage.stage_index for stage in self.stages}
 
     def _drop_garbage(self) -> None:
-        """Give back what new compilations have left, an optimizer's program for one."""
+        """Return memory that new compilations have freed, such as an optimizer's."""
         count = xla_compat.num_compilations()
         if count != self._num_compiled:
             self._num_compiled = count
@@ -212,22 +215,25 @@ class RankPipeline:
     def end_step(self) -> None:
         """End a step of this rank, after the last action of all its stages.
 
-        Gradients are published only once it is known that nothing went wrong.
+        Gradients are published only once it is known that no rank has failed.
         """
         with self.reporting():
+            if self._loss is not None:
+                self._loss.check_rows()
             if any(stage.has_backward for stage in self.stages):
                 combine([stage.model.gradients for stage in self.stages])
             self._process_group.transport.settle()
             for stage in self.stages:
                 stage.model.publish()
-                self._describe_once(stage)
+                if self._current:
+                    _describe_once(stage, self._current[stage.stage_index])
             if self._ahead is not None:
                 self._ahead.end_step()
             self._activity.end_step()
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Let the other ranks know of an error that stops this one."""
+        """Report an error that stops this rank to the other ranks."""
         try:
             with contextlib.ExitStack() as stack:
                 for groups in self._groups:
@@ -237,6 +243,7 @@ class RankPipeline:
             self._expected.clear()
             for stage in self.stages:
                 stage.model.roll_back()
+                stage.saved.drop_free()
             raise
 
     # Before the first step.
@@ -244,8 +251,8 @@ class RankPipeline:
     def prepare(self) -> None:
         """Agree with the other ranks on the stages and where they are, once.
 
-        What will be sent is agreed on at the first forward of each kind of step, see
-        `StepPlans.find`: it needs the arguments of all stages.
+        Messages are agreed on at the first forward of each kind of step, see
+        `StepPlans.find`: they depend on the arguments of all stages.
 
         Raises:
             PlanError: The ranks do not build one pipeline.
@@ -262,7 +269,7 @@ class RankPipeline:
     # Actions.
 
     def run(self, stage: LocalStage) -> Run:
-        """Return what an action of a stage runs in this step.
+        """Return the run of a stage's actions in this step.
 
         Raises:
             PipelineError: No forward has begun the step.
@@ -275,7 +282,7 @@ class RankPipeline:
         return self._runs[stage.stage_index]
 
     def _begin_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find out the kind of this step, at its first forward."""
+        """Find the kind of this step, at its first forward."""
         if self._loss is not None:
             self._loss.begin_step()
         if self._plans is None:
@@ -296,29 +303,18 @@ class RankPipeline:
             if compiled.without_gradients and stage.has_backward:
                 raise PipelineError(
                     f"stage {stage.stage_index}: its outputs need gradients now, but "
-                    "later stages were told that they do not. Make a new schedule on "
-                    "every rank after requires_grad was changed."
+                    "their offer to later stages says that they do not. Make a new "
+                    "schedule on every rank after requires_grad was changed."
                 )
             if stage.is_last:
-                self._choose_merge(stage, compiled)
-
-    def _choose_merge(self, stage: LocalStage, compiled: CompiledStage[Links]) -> None:
-        """Let the schedule merge the outputs of this step as it should."""
-        if not stage.outputs.is_wanted:
-            drop_outputs(self.schedule)
-        elif self._merge_spec is not None:
-            merge_outputs_by(self.schedule, self._merge_spec)
-        else:
-            shapes = [spec.shape for spec in compiled.outputs]
-            template = compiled.programs.output_template
-            merge_outputs_as(self.schedule, template, shapes)
+                _choose_merge(self.schedule, self._merge_spec, stage, compiled)
 
     def seed(self, stage: LocalStage, plan: StagePlan, microbatch: int) -> int:
         """Return the seed of a stage's random numbers for one microbatch.
 
-        All stages draw from one sequence per microbatch, each where the stages before
-        it end, so that the numbers do not depend on where the model is split. Those
-        of replicas differ, as if their batches were parts of one.
+        All stages draw from one sequence per microbatch, each from where the stages
+        before it end, so that the numbers do not depend on where the model is split.
+        The seeds of replicas differ, as if their batches were parts of one.
         """
         number = self._replica * plan.num_microbatches + microbatch
         seed = random_seed(torch.initial_seed(), stage.num_steps, number)
@@ -340,12 +336,12 @@ class RankPipeline:
 
         Args:
             stage: The stage.
-            kind: What it does.
+            kind: Kind of the action.
             microbatch: Index of the microbatch.
             given: Arguments that the schedule passes to a forward.
         """
         name = f"{stage.stage_index}{kind}{microbatch}"
-        # One that fails stays noted.
+        # A failed action stays noted.
         self._activity.action = f"{name}, microbatch {microbatch}"
         if given is not None and not self._current:
             self._begin_kind(*given)
@@ -358,7 +354,7 @@ class RankPipeline:
         if kind in "BW":
             self._num_done[stage.stage_index] += 1
             if self._num_done[stage.stage_index] == self.num_microbatches:
-                # Sums travel to replicas while other stages still compute.
+                # Sums are sent to replicas while other stages still compute.
                 stage.model.gradients.end_backwards(run.programs)
         self._activity.action = ""
 
@@ -407,7 +403,7 @@ class RankPipeline:
 
     @property
     def loss(self) -> StageLoss | None:
-        """Return what computes losses, None on ranks without the last stage."""
+        """Return the compiled loss, None on ranks without the last stage."""
         return self._loss
 
     @property
@@ -417,17 +413,38 @@ class RankPipeline:
 
     @property
     def grad_scale(self) -> float:
-        """Return what the gradient of each microbatch is multiplied by."""
+        """Return the factor of the gradient of each microbatch."""
         return grad_scale(self.schedule)
 
-    def _describe_once(self, stage: LocalStage) -> None:
-        """Write down what each kind of step costs, when the first one is done."""
-        if not self._current:
-            return
-        kind = self._current[stage.stage_index]
-        if not kind.is_described:
-            kind.is_described = True
-            dump(f"stage{stage.stage_index}.txt", lambda: str(stage.explain()))
+
+def _choose_merge(
+    schedule: TorchSchedule,
+    given: Any,
+    stage: LocalStage,
+    compiled: CompiledStage[Links],
+) -> None:
+    """Choose how a schedule merges the outputs of this step.
+
+    Args:
+        schedule: The schedule that drives the stage.
+        given: The user's choice, None if there is none.
+        stage: The last stage.
+        compiled: The stage compiled for the step.
+    """
+    if not stage.outputs.is_wanted:
+        drop_outputs(schedule)
+    elif given is not None:
+        merge_outputs_by(schedule, given)
+    else:
+        shapes = [spec.shape for spec in compiled.outputs]
+        merge_outputs_as(schedule, compiled.programs.output_template, shapes)
+
+
+def _describe_once(stage: LocalStage, kind: StageKind[Links]) -> None:
+    """Dump the costs of a kind of step, when the first one is done."""
+    if not kind.is_described:
+        kind.is_described = True
+        dump(f"stage{stage.stage_index}.txt", lambda: str(stage.explain()))
 
 
 def _check_stages(stages: Sequence[Any]) -> None:

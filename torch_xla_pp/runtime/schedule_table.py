@@ -44,8 +44,8 @@ class ScheduleFromTable(ScheduleMulti):
     Raises:
         TypeError: A stage is not one of this package.
         ValueError: The stages are not those that the table has on this rank.
-        ScheduleError: The table breaks a law of `torch_xla_pp.schedule.verify`; what
-            depends on the values between stages is verified before the first step.
+        ScheduleError: The table breaks a law of `torch_xla_pp.schedule.verify`; laws
+            about the values between stages are verified before the first step.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class ScheduleFromTable(ScheduleMulti):
 
         Args:
             *args: Positional arguments of the model.
-            target: What the loss function gets beside the output.
-            losses: Gets the loss of each microbatch.
+            target: Second argument of the loss function.
+            losses: Receives the loss of each microbatch.
             return_outputs: Whether the rank of the last stage is to return the
                 outputs; they are kept until the end of the step for that.
             **kwargs: Keyword arguments of the model.
@@ -178,7 +178,7 @@ def _check_types(stages: Sequence[Any]) -> None:
 
 
 def _check_stages(stages: Sequence[Any], schedule: Schedule) -> None:
-    """Refuse a table that is not for these ranks and stages."""
+    """Refuse a table for other ranks or stages."""
     first = stages[0]
     for what, expected, got in (
         ("ranks", first.group_size, schedule.num_ranks),

@@ -1,10 +1,11 @@
 """A stage of a pipeline, which runs as compiled XLA programs.
 
 A schedule calls `forward_one_chunk`, `backward_one_chunk` and
-`backward_weight_one_chunk` in its order; each call enqueues one program, which begins
-by receiving what it needs and ends by sending what others need. With the host
-transport, and between stages of one rank, the call itself does both. What happens once
-a step is in `RankPipeline`, what the stage consists of in `StageModel`.
+`backward_weight_one_chunk` in its order; each call enqueues one program, which first
+receives its inputs from other stages and finally sends its results to others. With the
+host transport, and between stages of one rank, the call itself receives, and sends or
+lets a thread do so. `RankPipeline` has what happens once a step, `StageModel` the parts
+of a stage.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,13 +18,14 @@ from torch import Tensor, nn
 from torch_xla_pp import cpu
 from torch_xla_pp.compile import (
     Explanation,
+    ProgramName,
     Remat,
     name_in_module,
     parameter_role,
     tangent,
 )
 from torch_xla_pp.errors import PipelineError
-from torch_xla_pp.mesh import AUTO, BatchAxis, LogicalAxes, Sharding
+from torch_xla_pp.mesh import AUTO, BatchAxis, Sharding
 from torch_xla_pp.plan import InputsFrom
 from torch_xla_pp.runtime.outputs import StageOutputs
 from torch_xla_pp.runtime.rank import LocalStage, RankPipeline, Run
@@ -55,10 +57,10 @@ from torch_xla_pp.transport import of_group
 class PipelineStage(SilentStage):
     """A module as one stage of a pipeline.
 
-    Takes what `torch.distributed.pipelining.PipelineStage` takes, and how to shard
-    values over the local devices. Made by hand or by `Pipe.build_stage`. All ranks of
-    `group` must make their stages and drive them with equal schedules. A third of this
-    class is what its arguments mean, which is said here alone.
+    Takes the arguments of `torch.distributed.pipelining.PipelineStage`, and how to
+    shard values over the local devices. Made directly or by `Pipe.build_stage`. All
+    ranks of `group` must make their stages and drive them with equal schedules. A third
+    of this class documents its arguments, which other places refer to.
 
     Args:
         submodule: The stage's module; on the host, on meta, or on the XLA device;
@@ -66,9 +68,9 @@ class PipelineStage(SilentStage):
         stage_index: Index of this stage.
         num_stages: Number of stages of the pipeline.
         device: `xpp.device()`.
-        input_args: Example of the positional inputs; if given, what arrives must have
-            these shapes and dtypes. Without it the module takes what it can run on;
-            XLA promotes dtypes where eager would refuse to mix them.
+        input_args: Example of the positional inputs; if given, inputs must have these
+            shapes and dtypes. Without it, the module takes any inputs that it can run
+            on; XLA promotes dtypes where eager would refuse to mix them.
         output_args: Example of the outputs, likewise.
         group: Group of the pipeline's ranks, of backend "xla_pp"; None for the
             default group.
@@ -76,12 +78,12 @@ class PipelineStage(SilentStage):
         mesh: SPMD mesh of this rank's devices, e.g. `mesh["data", "model"]`.
         sharding: `AxisRules` for the whole model, or glob pattern on parameter names
             → mesh axis per dimension.
-        batch_axis: Mesh axis that splits the batch; "auto" takes what axis rules say of
-            "batch", or else the axis called "data" if there is one.
+        batch_axis: Mesh axis that splits the batch; "auto" takes that of "batch" in
+            axis rules, or else the axis called "data" if there is one.
         inputs_from: Which stages make the first arguments of the module: `[0, (1, 2)]`
             for the output of stage 0 and item 2 of that of stage 1, `{"x": 0}` for
             keyword arguments, `[]` for none; None for the previous stage, the items
-            of whose output are taken one by one. Further arguments are those of the
+            of whose output are taken one by one. Further arguments come from the
             schedule's `step` on this rank.
         tied: Name of a parameter → name of a group, for a parameter of which other
             stages have copies, e.g. `{"head.weight": "embedding"}`: parameters of one
@@ -90,11 +92,11 @@ class PipelineStage(SilentStage):
             `torch.utils.checkpoint` only, "full" for all, or the ops whose results
             are kept, e.g. `[torch.ops.aten.mm.default]`.
         replicas: Group of the ranks that run this stage in each replica of the
-            pipeline, e.g. `mesh.get_group("dp")`; None if there is one. Every replica
-            is given its own part of the batch; gradients are averaged over replicas
+            pipeline, e.g. `mesh.get_group("dp")`; None if there is only one. Every
+            replica gets its own part of the batch; gradients are averaged over replicas
             once a step. Parameters must begin with equal values; buffers, losses and
             outputs are each replica's own.
-        traced: What is known of the model that the module was cut out of, given by
+        traced: Facts about the model that the module was cut out of, given by
             `Pipe.build_stage`.
 
     Raises:
@@ -104,7 +106,7 @@ class PipelineStage(SilentStage):
 
     Attributes:
         num_steps: How many steps the stage has begun; random numbers depend on it. To
-            go on where another run was, set it to what it was there, on all ranks.
+            continue another run, set it to the value of that run, on all ranks.
 
     Example:
         >>> stage = PipelineStage(block, 0, 2, xpp.device(), mesh=mesh["data"])
@@ -166,7 +168,7 @@ class PipelineStage(SilentStage):
     # Called by a schedule.
 
     def clear_runtime_states(self) -> None:
-        """Begin a step; called from elsewhere than a schedule, only drop leftovers."""
+        """Begin a step; if the caller is no schedule, only drop leftovers."""
         if self._rank is not None and self._rank.is_beginning(self.stage_index):
             return
         rank = RankPipeline.calling()
@@ -196,17 +198,24 @@ class PipelineStage(SilentStage):
 
         Returns:
             The output of the last stage, None of others. Its tensors are leaves that a
-            loss may be computed from, and empty when the compiled one has been.
+            loss may be computed from; they are emptied when the compiled loss has been
+            computed.
         """
         with self.rank.action(self, "F", fwd_chunk_id, (args, kwargs or {})) as run:
             programs, links, sizes = run.programs, run.links, run.sizes
             args = args if self.rank.is_lowest(self.stage_index) else ()
-            values = {**run.marks, **links.receive_inputs(fwd_chunk_id)}
+            values = dict(run.marks)
             if args or kwargs or run.is_given:
                 values |= self.model.given(run.plan, fwd_chunk_id, args, kwargs or {})
             forward = programs.forward if self.has_backward else programs.inference
-            seed = self.rank.seed(self, run.plan, fwd_chunk_id)
-            result = forward(self.model.state.values(), values, seed)
+            is_random = run.compiled.num_random > 0
+            seed = self.rank.seed(self, run.plan, fwd_chunk_id) if is_random else 0
+            fixed = self.model.state.values()
+            name: ProgramName = "forward" if self.has_backward else "inference"
+            storages = self.saved.storages(programs, programs.recycled(name))
+            # Last, as it may wait for a message.
+            values |= links.receive_inputs(fwd_chunk_id)
+            result = forward(fixed, values | storages, seed)
             num_bytes = total_bytes(values, sizes) + programs.extra_bytes
             self.saved.note_run(num_bytes)
             self.model.state.update_buffers(result.updates)
@@ -234,30 +243,36 @@ class PipelineStage(SilentStage):
             programs, links = run.programs, run.links
             values = {**self.saved.take("saved", bwd_chunk_id), **run.marks}
             values |= self._tangents(run, bwd_chunk_id, loss)
+            fixed = self.model.state.values()
+            values |= self.model.sums.values(programs) if full_backward else {}
             values |= links.receive_grads(bwd_chunk_id)
+            residual: dict[str, Tensor] = {}
             if full_backward:
-                fixed = self.model.with_sums(programs)
                 grads, sums = programs.backward(fixed, values)
                 self.model.sums.advance(sums)
             else:
-                fixed = dict(self.model.state.values())
-                grads, residual = programs.backward_input(fixed, values)
+                names = programs.recycled("backward input")
+                storages = self.saved.storages(programs, names)
+                grads, residual = programs.backward_input(fixed, values | storages)
             self.saved.note_run(programs.extra_bytes)
             if not full_backward:
                 self.saved.put("residual", bwd_chunk_id, residual, run.sizes)
+            self.saved.free(programs.recycled_in(values, residual), run.sizes)
             links.send_grads(bwd_chunk_id, grads)
 
     def backward_weight_one_chunk(
         self, bwd_chunk_id: int, last_backward: bool = False
     ) -> None:
-        """Enqueue the rest of a backward that computed gradients of inputs alone."""
+        """Enqueue the rest of a backward that computed only the gradients of inputs."""
         if not self.has_backward:
             return
         with self.rank.action(self, "W", bwd_chunk_id) as run:
             programs = run.programs
             values = {**self.saved.take("residual", bwd_chunk_id), **run.marks}
-            sums = programs.backward_weight(self.model.with_sums(programs), values)
+            values |= self.model.sums.values(programs)
+            sums = programs.backward_weight(self.model.state.values(), values)
             self.saved.note_run(programs.extra_bytes)
+            self.saved.free(programs.recycled_in(values), run.sizes)
             self.model.sums.advance(sums)
 
     # Called by the rank's pipeline.
@@ -271,7 +286,7 @@ class PipelineStage(SilentStage):
         self.model.begin_step(rank.observer)
 
     def drop_leftovers(self) -> None:
-        """Drop what a failed step has left."""
+        """Drop the leftovers of a failed step."""
         self.saved.clear()
         self.outputs.clear()
         self.output_chunks.clear()
@@ -294,33 +309,39 @@ class PipelineStage(SilentStage):
     # For users.
 
     def peak_memory(self) -> StageMemory:
-        """Return what the stage held at most on one device in the last step.
+        """Return the peak memory of the stage on one device in the last step.
 
-        Optimizers are looked for among all objects of the process, which takes a tenth
-        of a second.
+        Takes a tenth of a second, as all objects are searched for optimizers.
         """
         return _memory_of([self], self.saved.own)
 
     def rank_memory(self) -> StageMemory:
-        """Return what all stages of this rank held at most at once, likewise.
+        """Return the peak memory of all stages of this rank together, likewise.
 
-        That is less than the sum of their own peaks, which are at other times.
+        It is less than the sum of their own peaks, which are at different times.
 
         Raises:
             PipelineError: No schedule has begun a step.
         """
         return _memory_of(self.rank.stages, self.saved.of_rank)
 
-    def explain(self) -> Explanation:
-        """Return what the stage costs on each device in the last step, to be printed.
+    def explain(self, device: str | None = None) -> Explanation:
+        """Return the costs of the stage on each device in the last step, to be printed.
 
-        Collectives and products are counted in what XLA dumps, if `XLA_FLAGS` ask it.
+        Collectives and products are counted in the programs that XLA dumps, if
+        `XLA_FLAGS` make it dump them.
+
+        Args:
+            device: "v4", "v5e", "v5p" or "v6e" to add what would bound the stage there,
+                and what to change, as `advise` does.
 
         Raises:
             PipelineError: No step has begun yet.
         """
         run = self.rank.run(self)
-        return self.model.explain(run.plan, run.compiled)
+        found = self.model.explain(run.plan, run.compiled)
+        own = len(self.rank.stages)
+        return found.among(self.model.num_stages // own, own, device)
 
     @property
     def tied(self) -> dict[str, str]:
@@ -329,13 +350,13 @@ class PipelineStage(SilentStage):
 
     @property
     def replica(self) -> tuple[int, int]:
-        """Return which replica of the pipeline this is, and of how many."""
+        """Return the number of this replica of the pipeline, and of replicas."""
         return self.model.replica
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by name, without copies that an earlier stage owns.
 
-        Which those are is known once a schedule has begun its first step.
+        The copies are known once a schedule has begun its first step.
         """
         named = self.submod.named_parameters()
         copies = self.model.state.copies
@@ -350,19 +371,6 @@ class PipelineStage(SilentStage):
         copies = {name_in_module(role) for role in self.model.state.copies}
         state = self.submod.state_dict()
         return {name: value for name, value in state.items() if name not in copies}
-
-    def sharding_text(
-        self, shape: tuple[int, ...], rows: int, logical: LogicalAxes | None = None
-    ) -> str:
-        """Return how this rank shards an activation, an axis or None per dimension.
-
-        Args:
-            shape: Shape of the value.
-            rows: Rows of a microbatch.
-            logical: What `shard` called its dimensions, None if nothing.
-        """
-        axes = self.model.world.layout.partition_of(logical, shape, rows)
-        return f"({', '.join(map(str, axes))})"
 
     def _output(self, run: Run, microbatch: int, outputs: Mapping[int, Tensor]) -> Any:
         """Keep the output of the last stage, and return it to the schedule."""
@@ -393,7 +401,7 @@ class PipelineStage(SilentStage):
 
 
 def _memory_of(stages: Sequence[LocalStage], held: HeldBytes) -> StageMemory:
-    """Return what stages of a rank held together in the last step."""
+    """Return the memory that stages of a rank held together in the last step."""
     models = [stage.model for stage in stages]
     parameters = [p for stage in stages for p in stage.submod.parameters()]
     return StageMemory(

@@ -1,13 +1,14 @@
 """A stage's module on its rank: its values, its gradients, and its programs."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from torch_xla_pp import xla_compat
+from torch_xla_pp import cpu, xla_compat
 from torch_xla_pp.channels import Endpoint, Links, Observer, StageValues
 from torch_xla_pp.compile import (
     CompiledStage,
@@ -15,8 +16,8 @@ from torch_xla_pp.compile import (
     Remat,
     StageCompiler,
     StageKind,
-    StagePrograms,
     StageSource,
+    StageTracer,
     bytes_of,
     check_remat,
     costs_of,
@@ -26,7 +27,14 @@ from torch_xla_pp.compile import (
     parameter_role,
 )
 from torch_xla_pp.errors import StageShapeError
-from torch_xla_pp.graph import Baked, Captured, Template, follow_mode
+from torch_xla_pp.graph import (
+    Baked,
+    Captured,
+    Template,
+    follow_mode,
+    in_shapes,
+    inputs_in_shapes,
+)
 from torch_xla_pp.mesh import AxisRules, BatchAxis, Sharding, TensorSpec, Tiling
 from torch_xla_pp.plan import (
     Arguments,
@@ -50,24 +58,42 @@ from torch_xla_pp.transport import LinkedGroups, Message, XlaPpProcessGroup
 from torch_xla_pp.world import World
 
 
+class OtherShapes(Protocol):
+    """A tracer of a model for other shapes than those of its example."""
+
+    def number(self, call: Arguments) -> int:
+        """Return the number of a model's arguments, 0 for its example."""
+
+    def add_to(
+        self,
+        stage: nn.Module,
+        index: int,
+        number: int,
+        placed: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Add the graph for these to a stage, in its present mode."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedModel:
-    """What a stage knows of the traced model that it was cut from.
+    """Facts about the traced model that a stage was cut from.
 
     Args:
         shapes: Name → shape of what all stages have.
-        baked: What the trace has built in, None if that is not known.
+        baked: The values that the trace has built in, None if not known.
+        retracing: Traces it for other shapes, None if nothing does.
         plan: Digest of the plan by which it was cut; empty if by none.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     baked: Baked | None
+    retracing: OtherShapes | None = None
     plan: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageOptions:
-    """How a stage is built; see `PipelineStage` for the arguments."""
+    """The options of a stage; see `PipelineStage` for the arguments."""
 
     mesh: Any | None
     sharding: Sharding | None
@@ -89,7 +115,7 @@ class StageModel:
         num_stages: Number of stages of the pipeline.
         group: The ranks of the pipeline.
         replicas: The ranks that run the stage in each replica, None if there is one.
-        options: How the stage is built.
+        options: The options of the stage.
 
     Attributes:
         module: As given.
@@ -100,9 +126,9 @@ class StageModel:
         world: The devices of its rank.
         state: Its parameters and buffers.
         sums: The gradients of a step.
-        gradients: The same, and who else has some.
+        gradients: The same, with those from other stages and replicas.
         replicas: The same stage of other pipelines, None if there are none.
-        planner: What its plans follow from.
+        planner: The facts that its plans follow from.
         mode: The mode that its module was in when it was last looked at.
     """
 
@@ -148,17 +174,21 @@ class StageModel:
             free_parameters=lambda *taken: free_parameters(module, *taken),
             expected_inputs=_texts(options.input_args),
         )
+        self._input_args = options.input_args
         self._captured = Captured(module)
+        self._tracer = StageTracer(module, self.world, self._in_shapes)
         self._source: StageSource[Links] = StageSource(
-            module=module,
+            tracer=self._tracer,
             captured=self._captured,
             world=self.world,
             fixed=self.state,
             link=self._link,
             remat=options.remat,
             is_last=self.is_last,
+            is_recycling=cpu.is_recycling(),
             expected_outputs=_texts(options.output_args),
         )
+        self._retracing = traced.retracing if traced else None
         self.plan = traced.plan if traced else ""
         own = Baked(self._captured)
         self._baked = [traced.baked, own] if traced and traced.baked else []
@@ -168,7 +198,7 @@ class StageModel:
     # Before the first step.
 
     def claim(self) -> StageClaim:
-        """Return what the stage is, for the other ranks."""
+        """Return the claim of the stage, for the other ranks."""
         return StageClaim(
             index=self.index,
             inputs=self._inputs,
@@ -178,7 +208,7 @@ class StageModel:
         )
 
     def connect(self, wiring: Wiring) -> None:
-        """Prepare for messages of other stages, which are now known."""
+        """Prepare for messages of other stages, whose ranks are now known."""
         self._wiring = wiring
         me = self.index
         for producer in wiring.producers(me):
@@ -194,10 +224,10 @@ class StageModel:
     # At the beginning of a step.
 
     def begin_step(self, observer: Observer | None) -> None:
-        """Bring what the user has changed onto the device.
+        """Move values that the user has changed onto the device.
 
         Args:
-            observer: Who watches what goes through the host, None for nobody.
+            observer: The observer of messages through the host, None for none.
         """
         self._endpoint.observer = observer
         for mirror in self._mirrors:
@@ -222,16 +252,58 @@ class StageModel:
     def kind_of_step(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Arguments, Mode]:
-        """Return what makes the kind of a step, for the first stage."""
+        """Return the key of a kind of step, for the first stage."""
         arguments, _ = Arguments.of(args, kwargs)
         return arguments, self.mode
 
-    def compiler(self, plan: StagePlan) -> StageCompiler[Links]:
-        """Return what compiles the stage for a plan."""
-        return StageCompiler(self._source, plan)
+    def call_of(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Arguments | None:
+        """Return the arguments of the model, for the first stage of a traced one."""
+        if self._retracing is None:
+            return None
+        free = self.planner.free_parameters(0, ())
+        own = {k: v for k, v in kwargs.items() if free is None or k in free}
+        return Arguments.of(args, own)[0]
+
+    def shapes_of_call(self, call: Arguments | None) -> int:
+        """Return the number of the shapes that the model is called with.
+
+        The model is traced for them if it was not before.
+
+        Raises:
+            StageShapeError: It cannot be.
+        """
+        if self._retracing is None or call is None:
+            return 0
+        number = self._retracing.number(call)
+        self._retrace(self._retracing, number)
+        return number
+
+    def planner_for(self, shapes: int) -> StagePlanner:
+        """Return the planner of the stage for these shapes."""
+        if shapes == 0 or not isinstance(self.module, fx.GraphModule):
+            return self.planner
+        expected = inputs_in_shapes(self.module, shapes)
+        return replace(self.planner, expected_inputs=_texts(expected))
+
+    def trace_ahead(self, shapes: int) -> None:
+        """Trace the stage before other stages have told what it takes.
+
+        Only if it is known what that looks like.
+        """
+        examples = self._input_args
+        if shapes and isinstance(self.module, fx.GraphModule):
+            examples = inputs_in_shapes(self.module, shapes)
+        if examples is not None and not self.is_first:
+            self._tracer.trace_ahead(self.mode, shapes, examples)
+
+    def compiler(self, plan: StagePlan, shapes: int) -> StageCompiler[Links]:
+        """Return the compiler of the stage for a plan."""
+        return StageCompiler(self._source, plan, shapes)
 
     def tilings(self, kind: StageKind[Links]) -> dict[Value, Tiling]:
-        """Return how what the stage takes and makes is tiled over this rank."""
+        """Return the tilings of the stage's inputs and outputs over this rank."""
         held = kind.plan.held(kind.compiled(self.mode).outputs)
         layout = self.world.shard_layout
         return {value: layout(spec).tiling for value, spec in held.items()}
@@ -239,18 +311,14 @@ class StageModel:
     # In a step.
 
     def publish(self) -> None:
-        """Make the gradients of the step those of the parameters, when it is done."""
+        """Publish the gradients of the step as `.grad`, when it is done."""
         self.sums.publish()
         self.state.end_step()
 
     def roll_back(self) -> None:
-        """Undo what a step that failed did."""
+        """Undo the effects of a failed step."""
         self.state.roll_back()
         self.sums.drop()
-
-    def with_sums(self, programs: StagePrograms) -> dict[str, Tensor]:
-        """Return the stage's values, with the sums of gradients so far."""
-        return {**self.state.values(), **self.sums.values(programs)}
 
     def given(
         self,
@@ -259,10 +327,10 @@ class StageModel:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> dict[str, Tensor]:
-        """Return what the schedule passes in for one microbatch, as device data.
+        """Return the schedule's arguments for one microbatch, as device data.
 
         Raises:
-            StageShapeError: It is not what this kind of step takes.
+            StageShapeError: They differ from those of this kind of step.
         """
         own = {k: v for k, v in kwargs.items() if plan.takes(k)}
         arguments, outside = Arguments.of(args, own)
@@ -285,17 +353,17 @@ class StageModel:
 
     @property
     def tied(self) -> dict[str, str]:
-        """Return name → group, of parameters that other stages have copies of."""
+        """Return name → group, for parameters that other stages have copies of."""
         return self._tied.groups()
 
     @property
     def replica(self) -> tuple[int, int]:
-        """Return which replica of the pipeline this is, and of how many."""
+        """Return the number of this replica of the pipeline, and of replicas."""
         found = self.replicas
         return (0, 1) if found is None else (found.index, found.group.size())
 
     def explain(self, plan: StagePlan, compiled: CompiledStage[Links]) -> Explanation:
-        """Return what the stage costs on each device in a kind of step."""
+        """Return the costs of the stage on each device in a kind of step."""
         mesh = self.world.local
         programs = {
             **self.state.programs,
@@ -314,12 +382,30 @@ class StageModel:
                 for role, reason in compiled.programs.reduced_per_microbatch.items()
             },
             moves=tuple(compiled.links.moves()),
+            sends=not self.is_last,
+            num_microbatches=plan.num_microbatches,
+            mesh=mesh,
+            rules=self.world.rules,
         )
+
+    def _retrace(self, retracing: OtherShapes, shapes: int) -> None:
+        def placed(value: Tensor) -> Tensor:
+            return self.world.upload(value, (None,) * value.dim())
+
+        retracing.add_to(self.module, self.index, shapes, placed)
+
+    @contextlib.contextmanager
+    def _in_shapes(self, shapes: int) -> Iterator[None]:
+        """Put the module's graph for some shapes in place, in its present mode."""
+        if self._retracing is not None:
+            self._retrace(self._retracing, shapes)
+        with in_shapes(self.module, shapes):
+            yield
 
     def _link(
         self, plan: StagePlan, outputs: tuple[TensorSpec, ...], output: Template
     ) -> Links:
-        """Return what is exchanged with other stages."""
+        """Return the channels to other stages."""
         if self._wiring is None:
             raise RuntimeError(f"stage {self.index}: its edges are not connected")
         consumers = {
@@ -333,7 +419,7 @@ class StageModel:
 def linked_groups(
     group: XlaPpProcessGroup, replicas: dist.ProcessGroup | None
 ) -> tuple[LinkedGroups, XlaPpProcessGroup | None]:
-    """Return the groups that a stage works with, and that of its replicas.
+    """Return the groups that a stage works with: its pipeline's and its replicas'.
 
     Raises:
         ValueError: The replicas are of the pipeline itself, or of another backend.

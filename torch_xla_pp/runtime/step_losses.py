@@ -1,7 +1,7 @@
 """The losses and metrics of a step, on every rank that asks for them.
 
 They are computed where the last stage is, and stay on its devices until all ranks ask.
-Asking waits for the step; a step does not wait for anybody who may ask.
+Asking waits for the step; a step does not wait for ranks that may ask.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def losses(schedule: Any) -> Tensor:
     All of them must call it. Waits for the step.
 
     Args:
-        schedule: What has run the step.
+        schedule: The schedule that ran the step.
 
     Returns:
         The loss of each microbatch, `(num_microbatches,)`, on the host.
@@ -38,14 +38,14 @@ def losses(schedule: Any) -> Tensor:
 
 
 def metrics(schedule: Any) -> Any:
-    """Return what `loss_fn` has returned beside the loss, summed over microbatches.
+    """Return what `loss_fn` returns beside the loss, summed over microbatches.
 
     A loss function may return a tuple of the loss and metrics: tensors of any shape, in
-    dicts, lists and tuples. What a mean is to be made of is returned as a sum and a
-    count. All ranks of the pipeline must call it, after a step. Waits for the step.
+    dicts, lists and tuples. For a mean, return a sum and a count. All ranks of the
+    pipeline must call it, after a step. Waits for the step.
 
     Args:
-        schedule: What has run the step.
+        schedule: The schedule that ran the step.
 
     Returns:
         The metrics of the step as `loss_fn` returns them, on the host.
@@ -65,7 +65,7 @@ def metrics(schedule: Any) -> Any:
 
 
 def _sum(*values: Any) -> Any:
-    """Add tensors up; of anything else return the last."""
+    """Add tensors up; of other values return the last."""
     if isinstance(values[0], Tensor):
         return torch.stack(values).sum(0)
     return values[-1]
@@ -74,15 +74,15 @@ def _sum(*values: Any) -> Any:
 def _of_last_stage(
     schedule: Any, what: str, kept: Callable[[StageLoss], dict[int, Any]]
 ) -> list[Any]:
-    """Return on all ranks what the one of the last stage has kept."""
+    """Return on all ranks a value that the rank of the last stage has kept."""
     rank = RankPipeline.of(schedule)
     rendezvous = rank.stages[0].process_group.rendezvous
     with rendezvous.reporting(f"in {what}"):
         by_index = {} if rank.loss is None else kept(rank.loss)
         found = [by_index[index] for index in sorted(by_index)]
         own = pytree.tree_map_only(Tensor, lambda value: value.cpu(), found)
-        told: list[list[Any]] = rendezvous.exchange(what, own)
-    every = next(filter(None, told), None)
+        exchanged: list[list[Any]] = rendezvous.exchange(what, own)
+    every = next(filter(None, exchanged), None)
     if every is None:
         raise PipelineError(
             f"{what}: expected a step with losses, got none. Call it after the "

@@ -1,6 +1,6 @@
 """The kinds of a rank's steps: each is planned, compiled and agreed on once.
 
-Before the first step of a schedule, `agree_on_pipeline` compares what the ranks have.
+Before the first step of a schedule, `agree_on_pipeline` compares the ranks' claims.
 """
 
 import logging
@@ -28,7 +28,7 @@ class StepPlans:
     """The kinds of steps of one rank under one schedule.
 
     Args:
-        agreement: What all ranks agreed on.
+        agreement: The agreement of all ranks.
         stages: The rank's stages.
         num_microbatches: Microbatches of a step.
     """
@@ -61,9 +61,9 @@ class StepPlans:
     ) -> dict[int, StageKind[Links]]:
         """Return the stages, by index, in the kind of this step; at its first forward.
 
-        All stages of a rank do so at once and in their order, whichever runs first: a
-        stage waits for what earlier ones offer. Nothing of a new kind is run before
-        all ranks have their plans.
+        It plans all stages of a rank at once and in their order, whichever runs first:
+        a stage waits for the offers of earlier ones. No program of a new kind runs
+        before all ranks have their plans.
 
         Args:
             args: Positional arguments of a microbatch, for the first of the stages.
@@ -80,6 +80,8 @@ class StepPlans:
             if number in self._known:
                 kind = self._known[number][stage.index]
             else:
+                if stage.is_first:
+                    self._agreement.tell_call(number, stage.call_of(own, kwargs))
                 kind = self._planned(stage, number, own, kwargs)
             kind.compiled(mode)
             found[stage.index] = kind
@@ -100,12 +102,16 @@ class StepPlans:
         kwargs: dict[str, Any],
     ) -> StageKind[Links]:
         """Take the offers of earlier stages, and make one to later ones."""
+        # Before it waits for offers, so that all ranks trace at the same time.
+        shapes = stage.shapes_of_call(self._agreement.call(number))
+        known = [x for x in self._compilers(stage.index) if x.shapes == shapes]
+        if not known:
+            stage.trace_ahead(shapes)
         plan = self._agreement.plan(
-            stage.planner, number, self._num_microbatches, args, kwargs
+            stage.planner_for(shapes), number, self._num_microbatches, args, kwargs
         )
-        compilers = self._compilers(stage.index)
-        like = [compiler for compiler in compilers if plan.is_like(compiler.plan)]
-        compiler = like[0] if like else stage.compiler(plan)
+        like = [compiler for compiler in known if plan.is_like(compiler.plan)]
+        compiler = like[0] if like else stage.compiler(plan, shapes)
         kind = StageKind(plan=plan, compiler=compiler)
         offer = kind.offer(stage.mode)
         if not stage.is_last:
@@ -113,14 +119,14 @@ class StepPlans:
         return kind
 
     def _agree_on_tilings(self, kinds: dict[int, StageKind[Links]]) -> None:
-        """Exchange with the other ranks how values are tiled over their devices."""
+        """Exchange the tilings of values over devices with the other ranks."""
         own = {s.index: s.tilings(kinds[s.index]) for s in self._stages}
-        told = self._agreement.exchange_tilings(own)
+        tilings = self._agreement.exchange_tilings(own)
         for kind in kinds.values():
-            kind.compiler.agree(told)
+            kind.compiler.agree(tilings)
 
     def _compilers(self, stage: int) -> list[StageCompiler[Links]]:
-        """Return what compiles a stage for the kinds that are known."""
+        """Return the compilers of a stage for the kinds that are known."""
         found = (kinds[stage].compiler for kinds in self._known.values())
         return list({id(compiler): compiler for compiler in found}.values())
 
@@ -146,13 +152,13 @@ def agree_on_pipeline(
     """Agree with the other ranks on the stages and where they are.
 
     Args:
-        schedule: What drives the stages.
-        stages: Those of this rank.
+        schedule: The schedule that drives the stages.
+        stages: The stages of this rank.
         group: The ranks of the pipeline.
 
     Returns:
-        The kinds of steps, none of which is known yet, and how far this rank may be
-        ahead of others.
+        The kinds of steps, none of which is known yet, and the bound on how far this
+        rank may be ahead of others.
 
     Raises:
         PlanError: The ranks do not build one pipeline.

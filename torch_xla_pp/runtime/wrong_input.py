@@ -1,4 +1,4 @@
-"""What a stage refuses before it does anything."""
+"""The arguments that a stage refuses before it does anything."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import name_in_module
 from torch_xla_pp.deferred import shapes_of
-from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.mesh import AxisRules, unmatched
 
 
@@ -33,6 +33,27 @@ def check_batch(batch: Sequence[Any]) -> None:
             "mark_sharding and distribute_tensor shard the tensor that they are given: "
             "pass what they return as x.global_tensor, or leave the batch on the host, "
             "which is laid out by the stage's mesh."
+        )
+
+
+def check_rows(batch: Sequence[Any], num_microbatches: int) -> None:
+    """Refuse the remainder of a loader's data, before it is cut.
+
+    Args:
+        batch: The leaves of arguments and target, tensors with rows in dimension 0.
+        num_microbatches: The number of equal parts to cut the rows into.
+
+    Raises:
+        StageShapeError: They cannot be cut so.
+    """
+    counts = {x.shape[0] for x in batch if isinstance(x, Tensor) and x.dim()}
+    uneven = sorted(count for count in counts if count % num_microbatches or not count)
+    if uneven:
+        raise StageShapeError(
+            f"step: expected a batch of rows that divide into {num_microbatches} equal "
+            f"microbatches, got {', '.join(map(str, uneven))} rows. Fill up a short "
+            "one on all ranks, x, y = xpp.pad_batch(schedule, x, y, rows=...), or "
+            "leave it out, DataLoader(..., drop_last=True)."
         )
 
 
@@ -64,7 +85,7 @@ def matched_patterns(
     module: nn.Module,
     whole_model: Mapping[str, tuple[int, ...]] | None,
 ) -> dict[str, bool]:
-    """Return which patterns match something, of those to be checked by all ranks."""
+    """Return whether each pattern matches here, for those that all ranks check."""
     if rules is None or whole_model is not None:
         return {}
     modules = [name for name, _ in module.named_modules() if name]
@@ -77,7 +98,7 @@ def matched_patterns(
 
 
 def check_index(stage_index: int, num_stages: int) -> None:
-    """Refuse a stage that the pipeline does not have."""
+    """Refuse the index of a stage that the pipeline does not have."""
     if not 0 <= stage_index < num_stages:
         raise ValueError(
             f"stage_index: expected one of 0..{num_stages - 1}, got {stage_index}. "
@@ -100,8 +121,8 @@ def free_parameters(
 
     Args:
         module: The module of a stage.
-        num_args: How many positional arguments other stages give.
-        kwargs: Names of the keyword arguments that they give.
+        num_args: How many positional arguments come from other stages.
+        kwargs: Names of the keyword arguments that come from them.
 
     Returns:
         Their names, None if the module takes any.

@@ -1,4 +1,4 @@
-"""What a rank does at one point of a step: one program for one microbatch.
+"""Actions of a rank in a step: each is one program for one microbatch.
 
 Terms: the *kind* of an action is F (forward), B (whole backward), I (the part of the
 backward that gives the gradients of inputs) or W (the part that gives those of
@@ -65,8 +65,8 @@ class Action:
 def actions_in(cell: str) -> tuple[Action, ...]:
     """Return the actions in one cell of a table as upstream writes it.
 
-    An idle cell has none. Neither have sends, receives and the like of a lowered
-    table: communication follows from the data. Actions that upstream overlaps are
+    An idle cell has none. Neither do sends, receives and the like of a lowered table
+    have one: communication follows from the data. Actions that upstream overlaps are
     returned in the order in which it runs them.
 
     Raises:

@@ -29,7 +29,7 @@ def check_edges(user: str, edges: Iterable[StagePair], num_stages: int) -> None:
 
 
 def neighbours_of(edges: Iterable[StagePair], num_stages: int) -> list[list[int]]:
-    """Return for each stage where the edges that begin at it lead."""
+    """Return for each stage the ends of the edges that begin at it."""
     found: list[list[int]] = [[] for _ in range(num_stages)]
     for first, second in edges:
         found[first].append(second)
@@ -50,12 +50,12 @@ def givers_of(
     consumers: Iterable[int],
     placement: Mapping[int, int] | Sequence[int],
 ) -> dict[int, int]:
-    """Return from which stage each consumer of a value gets it.
+    """Return the stage from which each consumer gets a value.
 
-    A value goes once to each other rank that uses it: to the lowest stage that does,
-    the *carrier*, which gives it to the others, so that its forward has to run before
-    theirs. On the rank that makes it, all get it from the producer. (Gradients of the
-    value come back from each consumer by themselves.)
+    A value is sent once to each other rank that uses it: to the lowest stage there, the
+    *carrier*, which passes it to the others, so that its forward must run before
+    theirs. On the producer's own rank, all consumers get it from the producer. (Each
+    consumer sends its gradient of the value back separately.)
 
     Args:
         producer: The stage that makes the value.
@@ -74,7 +74,7 @@ def carriers_of(
     values: Iterable[tuple[int, Iterable[int]]],
     placement: Mapping[int, int] | Sequence[int],
 ) -> list[StagePair]:
-    """Return pairs (carrier, other) of stages, the first of which has to run before.
+    """Return pairs (carrier, other) of stages, of which the first must run first.
 
     Args:
         values: The producer of each value, and its consumers.

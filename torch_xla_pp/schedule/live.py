@@ -10,7 +10,7 @@ from torch_xla_pp.schedule.schedule import Schedule
 def live_after(row: Sequence[Action]) -> Iterator[tuple[Action, int]]:
     """Yield each action of a rank with the live microbatches of its stage after it.
 
-    A microbatch is live from its forward until what was saved for it can go: until
+    A microbatch is live from its forward until its saved activations are freed: until
     its B, or its W if the backward is split.
     """
     live: Counter[int] = Counter()

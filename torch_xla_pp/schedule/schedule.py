@@ -84,7 +84,7 @@ class Schedule:
         return dict(sorted(found.items()))
 
     def digest(self) -> str:
-        """Return a text that differs where two schedules do."""
+        """Return a text that differs for different schedules."""
         return hashlib.blake2b(self.to_csv().encode(), digest_size=8).hexdigest()
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ class Schedule:
         return tuple(sorted({action.stage for action in self.actions[rank]}))
 
     def to_csv(self, path: str | Path | None = None) -> str:
-        """Return one line a rank, as upstream's compute-only files have it.
+        """Return one line a rank, in the format of upstream's compute-only files.
 
         Args:
             path: A file to write as well.
@@ -151,7 +151,7 @@ class Schedule:
 
     @classmethod
     def from_tasks(cls, tasks: Iterable[Iterable[Any]]) -> "Schedule":
-        """Take JaxPP's form: one list of tasks for each rank.
+        """Convert JaxPP's form: one list of tasks for each rank.
 
         Args:
             tasks: Objects with the attributes `stage_id`, `mubatch_idx` and

@@ -22,7 +22,7 @@ _KIND_OF_NAME: dict[str, Kind] = {
 
 
 def actions_of(task: Any) -> tuple[Action, ...]:
-    """Return what one slot of a list of tasks runs.
+    """Return the actions of one slot in a list of tasks.
 
     Args:
         task: None, a task, or a tuple of tasks. A task is an object with JaxPP's

@@ -1,5 +1,6 @@
-"""Predict the timeline of a step from its schedule and what its actions cost."""
+"""Predict the timeline of a step from its schedule and the costs of its actions."""
 
+from torch_xla_pp.simulate.calibration import Calibration
 from torch_xla_pp.simulate.costs import (
     Costs,
     Flow,
@@ -9,14 +10,18 @@ from torch_xla_pp.simulate.costs import (
 )
 from torch_xla_pp.simulate.estimated import estimated_costs
 from torch_xla_pp.simulate.expected import expected_step_s
+from torch_xla_pp.simulate.job_links import AxisLink, JobLinks, ring_all_reduce_s
 from torch_xla_pp.simulate.measured import measured_costs, measured_network
 from torch_xla_pp.simulate.network import Link, Network
 from torch_xla_pp.simulate.seconds import StepOrder, step_seconds
 from torch_xla_pp.simulate.simulation import simulate
 
 __all__ = [
+    "AxisLink",
+    "Calibration",
     "Costs",
     "Flow",
+    "JobLinks",
     "Link",
     "Network",
     "StepOrder",
@@ -26,6 +31,7 @@ __all__ = [
     "expected_step_s",
     "measured_costs",
     "measured_network",
+    "ring_all_reduce_s",
     "simulate",
     "stage_seconds",
     "step_seconds",

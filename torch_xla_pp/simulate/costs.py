@@ -1,4 +1,4 @@
-"""What the stages of a model take, send and keep."""
+"""The costs of a model's stages: times, messages, and saved bytes."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from torch_xla_pp.schedule import Kind, chain_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flow:
-    """Values that a stage makes for each microbatch, and who uses them.
+    """Values that a stage makes for each microbatch, and the stages that use them.
 
     Args:
         producer: The stage that makes them.
@@ -40,19 +40,19 @@ class Flow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """What stages take, send and keep for one microbatch.
+    """The times, messages and saved bytes of stages for one microbatch.
 
     Args:
-        seconds: Stage and kind of action → what it takes, without waiting.
-        flows: What stages make for each other.
+        seconds: Stage and kind of action → its time, without waiting.
+        flows: The values that stages make for each other.
         saved_bytes: Stage → bytes kept from its F to its B or I; empty if that is
             unknown.
-        passed_bytes: Stage → bytes kept from its I to its W; as many where nothing is
-            said.
-        final_s: Stage → what it takes after the last action of a step: sums of
-            gradients, and the optimizer. It is no part of a `Timeline`.
-        samples: Times that were measured of what `seconds` has the means of, from
-            which `expected_step_s` draws; empty if they are not known.
+        passed_bytes: Stage → bytes kept from its I to its W; those of `saved_bytes`
+            where it has no entry.
+        final_s: Stage → its time after the last action of a step: sums of gradients,
+            and the optimizer. It is not part of a `Timeline`.
+        samples: Measured times whose means are in `seconds`, from which
+            `expected_step_s` draws; empty if they are not known.
 
     Raises:
         ValueError: A time is negative.
@@ -97,11 +97,11 @@ class Costs:
 
         Args:
             num_stages: Number of stages.
-            forward_s: What F takes.
-            input_s: What I takes.
-            weight_s: What W takes; B takes as long as I and W.
-            num_bytes: Size of what a stage sends the next one.
-            saved_bytes: Size of what a stage keeps.
+            forward_s: Time of F.
+            input_s: Time of I.
+            weight_s: Time of W; B takes as long as I and W.
+            num_bytes: Size of the values that a stage sends to the next one.
+            saved_bytes: Size of the values that a stage keeps.
         """
         stages = range(num_stages)
         times = [(forward_s, input_s, weight_s)] * num_stages
@@ -115,10 +115,10 @@ class Costs:
 def stage_seconds(
     times: Iterable[tuple[float, float, float]],
 ) -> dict[tuple[int, Kind], float]:
-    """Return what the actions of stages take.
+    """Return the times of the actions of stages.
 
     Args:
-        times: For each stage what F, I and W take; B takes as long as I and W.
+        times: For each stage the times of F, I and W; B takes as long as I and W.
     """
     seconds: dict[tuple[int, Kind], float] = {}
     for stage, (forward_s, input_s, weight_s) in enumerate(times):

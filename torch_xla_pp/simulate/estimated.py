@@ -1,11 +1,11 @@
-"""What stages cost, estimated from the work in a stage graph."""
+"""The costs of stages, estimated from the FLOPs in a stage graph."""
 
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from torch_xla_pp.simulate.costs import Costs, Flow, stage_seconds
 
-if TYPE_CHECKING:  # It imports torch, which simulating does without.
+if TYPE_CHECKING:  # It imports torch, which simulations do not need.
     from torch_xla_pp.graph import StageEdge, StageGraph
 
 
@@ -19,7 +19,7 @@ def estimated_costs(
 
     Args:
         graph: The stages, as `pipe.stage_graph` has them.
-        flops_per_s: What one device computes in a second.
+        flops_per_s: FLOP/s of one device.
         num_devices: Devices of each rank, which share the work evenly.
 
     Raises:

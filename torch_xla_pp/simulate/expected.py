@@ -1,8 +1,8 @@
-"""How long a step takes on average, where actions do not always take as long.
+"""The mean time of a step whose actions vary.
 
-An action waits for the latest of what it needs. The mean of a maximum is above the
-maximum of means (Jensen, 1906), so a step of actions that take their mean times is too
-short: by 1 to 4 % for the actions of two CPU ranks.
+An action waits for the latest of the values that it needs. The mean of a maximum is
+above the maximum of means (Jensen, 1906), so a step of actions that take their mean
+times is too short: by 1 to 4 % for the actions of two CPU ranks.
 """
 
 from random import Random
@@ -27,8 +27,8 @@ def expected_step_s(
 
     Args:
         schedule: The actions of each rank.
-        costs: What they take, as `measured_costs` returns it; an action without
-            samples always takes its mean.
+        costs: Their times, as `measured_costs` returns them; an action without samples
+            always takes its mean.
         network: The links between ranks; None for messages that take no time.
         num_draws: Number of steps; one without samples.
 

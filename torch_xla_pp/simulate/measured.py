@@ -1,4 +1,4 @@
-"""What stages cost, measured in steps that ran."""
+"""The costs of stages, measured in steps that ran."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -14,17 +14,17 @@ from torch_xla_pp.timeline import Span, Timeline
 def measured_costs(
     timelines: Sequence[Timeline], flows: Sequence[Flow] | None = None
 ) -> Costs:
-    """Return what actions took on average.
+    """Return the mean times of actions.
 
-    The times themselves are kept as samples. An action is charged the time from the
-    end of the one before on its rank, so that gaps count, which the host or a loss
-    function may have caused. It is not charged for waiting.
+    The times themselves are kept as samples. An action is charged the time from the end
+    of the one before on its rank, so that gaps count, which the host or a loss function
+    may have caused. It is not charged for waiting.
 
     Args:
         timelines: Steps of the same stages; several schedules together may have all
             kinds of actions.
-        flows: What stages make for each other; None for a chain with the sizes that
-            were sent, and 0 between stages of one rank.
+        flows: The values that stages make for each other; None for a chain with the
+            sizes that were sent, and 0 between stages of one rank.
 
     Raises:
         ValueError: There is no timeline.
@@ -53,7 +53,7 @@ def _charges(timeline: Timeline) -> Iterator[tuple[Span, float]]:
 
 
 def _flows_in(timelines: Sequence[Timeline], num_stages: int) -> tuple[Flow, ...]:
-    """Return a chain, and what was sent past it, with mean sizes."""
+    """Return a chain, and the flows that skip stages, with mean sizes."""
     sizes: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for timeline in timelines:
         for transfer in timeline.transfers:
@@ -71,7 +71,7 @@ def _flows_in(timelines: Sequence[Timeline], num_stages: int) -> tuple[Flow, ...
 def measured_network(timelines: Sequence[Timeline]) -> Network:
     """Return links on which each message takes the median of the recorded times.
 
-    It holds for messages of the sizes that were recorded. A pair of ranks that sent
+    The links are valid for messages of the recorded sizes. A pair of ranks that sent
     nothing has the median of all.
 
     Args:

@@ -1,8 +1,8 @@
-"""Which messages an action waits for, and which it sends.
+"""The messages that an action waits for, and those that it sends.
 
 Terms: a *hop* brings values or gradients from one stage to another. Hops between ranks
 are messages; those of one phase from a stage to another are one *stream*, which
-carries one message for each microbatch. What stays on a rank is there at once.
+carries one message for each microbatch. Values that stay on a rank arrive at once.
 """
 
 from collections import Counter, defaultdict
@@ -17,11 +17,11 @@ from torch_xla_pp.simulate.network import Network
 FORWARD, BACKWARD, WEIGHT = range(3)
 PHASES: Mapping[Kind, int] = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": WEIGHT}
 
-Phase = tuple[int, int]  # stage, and what of PHASES it does
+Phase = tuple[int, int]  # stage, and one of PHASES
 
 
 class Hop(NamedTuple):
-    """What one stage gives another: values or gradients, by the phase."""
+    """The values or gradients, by phase, that one stage sends to another."""
 
     phase: int
     sender: int
@@ -31,14 +31,14 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stream:
-    """The messages that one stage sends another.
+    """The messages that one stage sends to another.
 
     Args:
         hop: Stages, phase and size.
         sender_rank: Rank that sends.
         receiver_rank: Rank that receives.
-        sending_s: How long a message keeps the link from the next one.
-        latency_s: How long it is on its way after that.
+        sending_s: Time for which a message occupies the link.
+        latency_s: Time until it arrives after that.
     """
 
     hop: Hop
@@ -50,13 +50,14 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routes:
-    """What the actions of each stage and phase need and send.
+    """The streams that the actions of each stage and phase need and send.
 
     Args:
         streams: All streams.
-        receives: Numbers of the streams that bring what they need.
+        receives: Numbers of the streams that they receive from.
         sends: Numbers of the streams that they send on.
-        after: What has to come before them on their rank, for the same microbatch.
+        after: Stages and phases that must come before them on their rank, for the same
+            microbatch.
     """
 
     streams: tuple[Stream, ...]
@@ -68,10 +69,10 @@ class Routes:
     def of(
         cls, flows: tuple[Flow, ...], placement: Mapping[int, int], network: Network
     ) -> "Routes":
-        """Find the way of all values and gradients.
+        """Find the routes of all values and gradients.
 
         Args:
-            flows: What stages make for each other.
+            flows: The values that stages make for each other.
             placement: Stage → rank.
             network: The links between ranks.
         """
@@ -93,7 +94,7 @@ class Routes:
 
 
 def hops(flow: Flow, placement: Mapping[int, int]) -> Iterator[Hop]:
-    """Yield how a value reaches its consumers, and how its gradients come back."""
+    """Yield the hops of a value to its consumers, and of its gradients back."""
     givers = givers_of(flow.producer, flow.consumers, placement)
     for consumer, giver in givers.items():
         yield Hop(FORWARD, giver, consumer, flow.num_bytes)
@@ -102,7 +103,7 @@ def hops(flow: Flow, placement: Mapping[int, int]) -> Iterator[Hop]:
 
 
 def _merged(hops: Iterator[Hop]) -> Iterator[Hop]:
-    """Make one hop of all that have the same stages and phase."""
+    """Join all hops with the same stages and phase."""
     sizes: Counter[tuple[int, int, int]] = Counter()
     for hop in hops:
         sizes[hop[:3]] += hop.num_bytes

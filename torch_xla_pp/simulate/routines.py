@@ -1,4 +1,4 @@
-"""What actions of one kind have in common in a simulation: costs and mailboxes."""
+"""The costs and mailboxes that actions of one kind share in a simulation."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class LinkClock:
 
 @dataclass(eq=False, slots=True)
 class Mailbox:
-    """The messages of a stream by microbatch, and who sleeps until one comes."""
+    """The messages of a stream by microbatch, and the rank that waits for one."""
 
     stream: Stream
     link: LinkClock
@@ -47,7 +47,7 @@ class Mailbox:
 
 @dataclass(frozen=True, slots=True)
 class Routine:
-    """What all actions of one stage and kind have in common."""
+    """The costs and mailboxes of all actions of one stage and kind."""
 
     seconds: float
     samples: tuple[float, ...]
@@ -58,7 +58,7 @@ class Routine:
 
 
 def routines_of(costs: Costs, routes: Routes) -> dict[tuple[int, Kind], Routine]:
-    """Return what actions of each stage and kind have in common."""
+    """Return the routine of each stage and kind."""
     links: defaultdict[tuple[int, int], LinkClock] = defaultdict(LinkClock)
     mailboxes = [
         Mailbox(stream, links[stream.sender_rank, stream.receiver_rank])

@@ -1,7 +1,7 @@
-"""How long a step takes, without its timeline: for comparing thousands of plans.
+"""The time of a step, without its timeline: for comparing thousands of plans.
 
-The times are those of `simulate`, to the last bit but for the order of sums, in less
-than a tenth of its time. Nothing here checks the order of a rank's own actions.
+The results equal those of `simulate` up to the order of sums, in less than a tenth of
+its time. Nothing here checks the order of a rank's own actions.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ _Row = tuple[tuple[int, int], ...]  # number of the stage's kind, microbatch
 
 @dataclass(frozen=True, kw_only=True)
 class StepOrder:
-    """A schedule with what evaluating it again and again needs only once.
+    """A schedule with the data that repeated evaluations need only once.
 
     Args:
         schedule: One that `verify` accepts.
@@ -45,7 +45,7 @@ class StepOrder:
 
     @cached_property
     def kinds(self) -> frozenset[int]:
-        """Numbers of the kinds of stages that there are."""
+        """Numbers of the kinds of actions of each stage."""
         return frozenset(number for row in self.rows for number, _ in row)
 
     @cached_property
@@ -57,11 +57,11 @@ class StepOrder:
 def step_seconds(
     order: StepOrder | Schedule, costs: Costs, network: Network | None = None
 ) -> float:
-    """Return how long a step takes, with what ranks do at its end.
+    """Return the time of a step, including `final_s`.
 
     Args:
         order: The actions of each rank; a `StepOrder` if there are several costs.
-        costs: What they take and send; `final_s` counts, too.
+        costs: The costs of stages; `final_s` counts, too.
         network: The links between ranks; None for messages that take no time.
 
     Raises:
@@ -82,12 +82,12 @@ def step_seconds(
 
 
 class _Sent(NamedTuple):
-    """Messages that a stage's kind sends: one for each microbatch.
+    """Messages that actions of one stage and kind send: one for each microbatch.
 
     Args:
-        arrivals: When each is there, -1 if that is not known yet.
-        sending_s: How long one keeps the link from the next.
-        latency_s: How long it is on its way after that.
+        arrivals: When each arrives, -1 if that is not known yet.
+        sending_s: Time for which one occupies the link.
+        latency_s: Time until it arrives after that.
         link: Number of the link.
         waiting: The microbatch that the receiver waits for, as a list of one; -1 for
             none.
@@ -108,7 +108,7 @@ _Routine = tuple[float, tuple[_Sent, ...], tuple[_Sent, ...]]
 def _ends(order: StepOrder, costs: Costs, routes: Routes) -> list[float] | None:
     """Return when each rank has run its last action, None if one never does.
 
-    It is one function, as calls would take longer than what it does.
+    It is one function, as calls would take longer than its work.
     """
     routines, num_links = _routines(order, costs, routes)
     links_free_s = [0.0] * num_links
@@ -152,7 +152,7 @@ def _ends(order: StepOrder, costs: Costs, routes: Routes) -> list[float] | None:
 def _routines(
     order: StepOrder, costs: Costs, routes: Routes
 ) -> tuple[dict[int, _Routine], int]:
-    """Return what each kind of a stage takes, receives and sends; number of links."""
+    """Return the routines of each stage and kind, and the number of links."""
     links: dict[tuple[int, int], int] = {}
     streams = [
         _Sent(

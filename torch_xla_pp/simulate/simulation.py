@@ -1,9 +1,9 @@
 """Run a schedule without computing anything, and note the time.
 
 Every rank runs its actions in their order. An action begins when the rank is free; it
-waits for the messages that it needs, takes the time that it costs, and sends what
-others need. Sending takes the rank no time, and receives find their messages whenever
-they arrive; messages on one link follow each other in the order of sending.
+waits for the messages that it needs, takes the time of its cost, and sends the messages
+that others need. Sending takes the rank no time, and receives find their messages
+whenever they arrive; messages on one link follow each other in the order of sending.
 
 Law: all times are sums and maxima of costs, in an order that the schedule fixes, so
 that no step gets shorter when something takes longer.
@@ -34,9 +34,9 @@ def simulate(
     """Return the timeline of a step that starts at 0 on all ranks.
 
     Args:
-        schedule: The actions of each rank. Actions that nobody waits for may be
+        schedule: The actions of each rank. Actions that no other one waits for may be
             missing, see `verify`.
-        costs: What they take, send and keep.
+        costs: The costs of stages.
         network: The links between ranks; None for messages that take no time.
         random: Draws the time of each action from `costs.samples`; None for means.
 
@@ -76,7 +76,7 @@ class _Run:
         return len(self._done) == sum(map(len, self._rows))
 
     def timeline(self, costs: Costs) -> Timeline:
-        """Return all that has happened."""
+        """Return the timeline so far."""
         saved, passed = costs.saved_bytes, costs.passed_bytes
         peaks = [peak_saved(row, saved, passed) for row in self._spans if saved]
         return Timeline(
@@ -87,7 +87,7 @@ class _Run:
         )
 
     def _run_rank(self, rank: int) -> None:
-        """Run a rank until it waits for what nobody has sent yet, or to its end."""
+        """Run a rank until it waits for a message not yet sent, or to its end."""
         row, spans = self._rows[rank], self._spans[rank]
         free_s = spans[-1].end_s if spans else 0.0
         for index in range(len(spans), len(row)):
@@ -120,10 +120,10 @@ class _Run:
     def _start_s(
         self, rank: int, routine: Routine, microbatch: int, free_s: float
     ) -> float | None:
-        """Return when all is there that an action needs, None if something is not.
+        """Return when all messages for an action are there, None if one is missing.
 
-        The rank is woken when it is sent. What is missing on the rank itself never
-        comes.
+        The rank continues when the message is sent. A value that is missing on the rank
+        itself never comes.
         """
         start_s = free_s
         for mailbox in routine.receives:
@@ -150,7 +150,7 @@ class _Run:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Hold back the garbage collector, which would visit all spans again and again."""
+    """Disable the garbage collector, which would visit all spans again and again."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -167,7 +167,7 @@ def _is_spread(schedule: Schedule) -> bool:
 
 
 def _refuse(schedule: Schedule, costs: Costs) -> None:
-    """Say what is wrong with a schedule that does not come to its end."""
+    """Raise the faults of a schedule that does not come to its end."""
     values = [(flow.producer, flow.consumers) for flow in costs.flows]
     carriers = carriers_of(values, schedule.placement)
     verify(schedule, costs.edges, carriers=carriers)
@@ -199,5 +199,5 @@ def _check(schedule: Schedule, costs: Costs) -> None:
 
 
 def _some(names: Sequence[str]) -> str:
-    """Write names, the first ten of many."""
+    """List names, the first ten of many."""
     return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")

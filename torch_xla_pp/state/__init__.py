@@ -1,5 +1,7 @@
-"""What a stage holds on its devices: its module's values, and saved activations."""
+"""The values that a stage holds on its devices: its module's, and saved activations."""
 
+from torch_xla_pp.state.donated import DonatedValues
+from torch_xla_pp.state.gathered_weights import GatheredWeights
 from torch_xla_pp.state.module_state import ModuleState
 from torch_xla_pp.state.saved import (
     HeldBytes,
@@ -11,6 +13,8 @@ from torch_xla_pp.state.saved import (
 )
 
 __all__ = [
+    "DonatedValues",
+    "GatheredWeights",
     "HeldBytes",
     "ModuleState",
     "SavedKind",

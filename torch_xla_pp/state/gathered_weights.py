@@ -16,11 +16,11 @@ class GatheredWeights:
     the first use in a step, and dropped at its end.
 
     Args:
-        used: Role of a weight → how it is sharded where it is used.
+        used: Role of a weight → its sharding in use.
 
     Attributes:
         program: Makes the copies; None if there are none.
-        num_bytes: What the copies of the last step took on one device.
+        num_bytes: Bytes of the last step's copies on one device.
     """
 
     def __init__(self, used: Mapping[str, xla_compat.OpSharding]) -> None:
@@ -48,12 +48,12 @@ class GatheredWeights:
         return {**fixed, **self._values}
 
     def drop(self) -> None:
-        """Forget the copies; they are freed once the programs that read them ran."""
+        """Drop the copies; they are freed once the programs that read them have run."""
         self._values = {}
 
 
 class _Copies(nn.Module):
-    """Copies of values, to be resharded."""
+    """Copies of values, which are resharded."""
 
     def forward(self, *values: Tensor) -> list[Tensor]:
         return [value * 1 for value in values]

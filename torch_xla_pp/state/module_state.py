@@ -1,17 +1,18 @@
 """The parameters, buffers and gradients of one stage, on the device.
 
-Keeps the law that a step starts with device data only: whatever the user did lazily
-between two steps (an optimizer step, gradient clipping, loading weights) is computed
-by one program at the start of the next step.
+Law: a step starts with device data only. Whatever the user did lazily between two steps
+(an optimizer step, gradient clipping, loading weights) is computed by one program at
+the start of the next step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import (
+    BoundValues,
     Program,
     buffer_role,
     device_bytes,
@@ -27,6 +28,7 @@ from torch_xla_pp.deferred import (
     places_of,
     record_resets,
     shapes_of,
+    state_in,
     state_of,
     unwritten,
     value_of,
@@ -40,6 +42,7 @@ from torch_xla_pp.mesh import (
     noted_partition,
 )
 from torch_xla_pp.state.gathered_weights import GatheredWeights
+from torch_xla_pp.state.pending_updates import compute_updates
 from torch_xla_pp.torch_compat import take_value
 from torch_xla_pp.world import World
 
@@ -51,7 +54,7 @@ class ModuleState:
         module: The stage's module, on the host, on meta, or on the XLA device; moved
             in place. Parameters that are shared inside the module stay shared.
         world: The devices of this rank.
-        sharding: How parameters are sharded, see `mesh.assign_partitions`.
+        sharding: Shardings of parameters, see `mesh.assign_partitions`.
         whole_model: Name → shape of what all stages have, None if that is not known.
 
     Raises:
@@ -70,10 +73,12 @@ class ModuleState:
         sharding: Sharding,
         whole_model: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
+        compute_updates()
         self._module = module
         self._world = world
         self._texts: dict[str, str] = {}
         self._before: dict[str, Tensor] = {}
+        self._bound: BoundValues | None = None
         self.copies: set[str] = set()
         self.fixed: dict[str, Tensor] = {}
         self._partitions = _noted(module, world) | assign_partitions(
@@ -82,9 +87,9 @@ class ModuleState:
         record_resets(module)
         _unwrap(module)
         self._unloaded = set(unwritten(module))
-        self._move()
+        self._move(list(places_of(module)))
         self._states = {p.name: _version_of(p.tensor) for p in state_of(module)}
-        # Weights that are used in another layout: made once a step, or each time.
+        # Weights that are used in another layout: copied once a step, or each time.
         used = self._used_partitions()
         is_once = world.rules is not None and world.rules.gather_once
         self._used_once = used if is_once else {}
@@ -95,7 +100,7 @@ class ModuleState:
     def num_bytes(self) -> int:
         """Return the bytes of parameters and buffers on one device.
 
-        Copies that the last step gathered count.
+        Copies that the last step gathered are included.
         """
         return sum(device_bytes([*self.fixed.values()])) + self.gathered.num_bytes
 
@@ -104,12 +109,12 @@ class ModuleState:
         return {r: xla_compat.sharding_of(value) for r, value in self.fixed.items()}
 
     def used_shardings(self) -> dict[str, xla_compat.OpSharding]:
-        """Return shardings of weights where programs use them, if not as kept."""
+        """Return shardings of weights in use, where they are kept in others."""
         used = self._used_each_time if is_constrained(self._world) else {}
         return self._shardings(used)
 
     def layouts(self) -> dict[str, tuple[OpShardingArgs, int]]:
-        """Return how parameters are passed to programs, with their dimensions."""
+        """Return shardings of parameters as programs get them, and their dimensions."""
         gathered = self._used_once
         texts = xla_compat.sharding_texts([*self.fixed.values()])
         return {
@@ -129,10 +134,11 @@ class ModuleState:
         is_known = program is not None and program.is_compiled
         return {"gathering of weights": program} if is_known and program else {}
 
-    def values(self) -> Mapping[str, Tensor]:
-        """Return all values by role, as programs use them."""
-        has_copies = self.gathered.program is not None
-        return self.gathered.values(self.fixed) if has_copies else self.fixed
+    def values(self) -> BoundValues:
+        """Return all values by role, as programs get them."""
+        if self._bound is None:
+            self._bound = BoundValues(self.gathered.values(self.fixed))
+        return self._bound
 
     def begin_step(self) -> None:
         """Bring all values onto the device, and keep buffers for `roll_back`.
@@ -141,38 +147,46 @@ class ModuleState:
             PipelineError: A parameter or buffer has no value yet, or was resharded
                 after its first use.
         """
-        _refuse_wrapped(self._module)
-        self._check_loaded()
-        self._move()
-        self.fixed = {_role(p): p.tensor for p in state_of(self._module)}
+        places = list(places_of(self._module))
+        held = state_in(places)
+        _refuse_wrapped(held)
+        self._check_loaded(held)
+        self._move(places)
+        self.fixed = {_role(place): place.tensor for place in held}
         values = list(self.fixed.values())
         grads = [v.grad for v in values if v.grad is not None]
         if any(xla_compat.are_pending(values + grads)):
             xla_compat.sync_all()
         xla_compat.materialize(values + grads)
         self._check_shardings()
-        self.gathered.drop()
+        self._drop_copies()
         self._before = {r: v for r, v in self.fixed.items() if is_buffer(r)}
 
     def roll_back(self) -> None:
-        """Undo what a step that failed did to buffers; gradients were not touched."""
+        """Undo a failed step's changes of buffers; it has not changed gradients."""
         self.update_buffers(self._before)
-        self.gathered.drop()
+        self._drop_copies()
 
     def end_step(self) -> None:
-        """Keep what the step has made: from now on there is nothing to roll back."""
-        self.gathered.drop()
+        """Keep the step's changes: from now on there is nothing to roll back."""
+        self._drop_copies()
         self._before = {}
 
     def update_buffers(self, updates: Mapping[str, Tensor]) -> None:
-        """Give buffers the values that a forward computed, as new tensors."""
+        """Replace buffers by the values that a forward computed."""
         for role, value in updates.items():
             path, _, key = name_in_module(role).rpartition(".")
             self._module.get_submodule(path)._buffers[key] = value
             self.fixed[role] = value
+            self._bound = None
+
+    def _drop_copies(self) -> None:
+        """Drop what was made or found for the programs of one step."""
+        self.gathered.drop()
+        self._bound = None
 
     def _used_partitions(self) -> dict[str, Partition]:
-        """Return how weights are sharded in use, if not as they are kept."""
+        """Return the partitions of weights in use, where they are kept in others."""
         rules = self._world.rules
         if rules is None:
             return {}
@@ -188,7 +202,7 @@ class ModuleState:
     def grads(self) -> dict[str, Tensor]:
         """Return the gradients that parameters have, sharded like them.
 
-        Those of `copies` are left out, as their owner has them.
+        Gradients of `copies` are left out, as their owner has them.
         """
         return {
             role: _like(value.grad.detach(), value)
@@ -196,11 +210,11 @@ class ModuleState:
             if value.grad is not None and role not in self.copies
         }
 
-    def _move(self) -> None:
+    def _move(self, places: Sequence[TensorPlace]) -> None:
         """Put every tensor that is not on the device there, keeping ties."""
         moved: dict[int, Tensor] = {}
         # One at a time: a tied parameter is on the device when it is met again.
-        for place in places_of(self._module):
+        for place in places:
             value = place.tensor
             if value.device.type == "xla":
                 continue
@@ -210,16 +224,17 @@ class ModuleState:
             if id(value) not in moved:
                 moved[id(value)] = self._uploaded(place.name, _host_value(value))
             place.put(moved[id(value)])
-        for place in places_of(self._module):
-            is_free = not xla_compat.sharding_texts([place.tensor])[0]
-            if is_free and place.name in self._partitions:
+        for place in places:
+            if place.name not in self._partitions:
+                continue
+            if not xla_compat.sharding_texts([place.tensor])[0]:
                 sharding = self._world.sharding(self._partitions[place.name])
                 xla_compat.annotate(place.tensor, sharding)
 
     def _move_parameter(self, name: str, value: nn.Parameter) -> None:
         """Put a parameter on the device; it stays the object that optimizers know.
 
-        The host holds values that are made here one at a time.
+        The host holds one value at a time of those that are computed here.
         """
         grad = value.grad
         take_value(value, self._uploaded(name, _host_value(value)))
@@ -227,18 +242,18 @@ class ModuleState:
             value.grad = self._uploaded(name, grad)
 
     def _uploaded(self, name: str, value: Tensor) -> Tensor:
-        """Return a value on the device; the user may still shard what no rule does."""
+        """Return a value on the device; the user may still shard it if no rule does."""
         if name in self._partitions:
             return self._world.upload(value, self._partitions[name])
         data = self._world.upload(value, (None,) * value.dim())
         xla_compat.forget_sharding(data)
         return data
 
-    def _check_loaded(self) -> None:
-        """Refuse to run with values that the meta device never had."""
+    def _check_loaded(self, held: Sequence[TensorPlace]) -> None:
+        """Refuse to run with tensors on meta that have no values."""
         self._unloaded = {
             place.name
-            for place in state_of(self._module)
+            for place in held
             if place.name in self._unloaded
             and _version_of(place.tensor) == self._states[place.name]
         }
@@ -250,7 +265,7 @@ class ModuleState:
             )
 
     def _check_shardings(self) -> None:
-        """Annotate what is not; refuse what changed since the first step."""
+        """Annotate values; refuse shardings that changed since the first step."""
         for value in self.fixed.values():
             if not xla_compat.sharding_texts([value])[0]:
                 xla_compat.annotate(value, xla_compat.replicated_sharding())
@@ -307,9 +322,8 @@ def _unwrap(module: nn.Module) -> None:
         place.put(data)
 
 
-def _refuse_wrapped(module: nn.Module) -> None:
-    """Refuse what was wrapped after the stage was made: an optimizer may hold it."""
-    held = state_of(module)
+def _refuse_wrapped(held: Sequence[TensorPlace]) -> None:
+    """Refuse tensors wrapped after the stage was made: an optimizer may hold them."""
     wrapped = [place.name for place in held if xla_compat.is_wrapped(place.tensor)]
     if wrapped:
         raise PipelineError(
@@ -335,13 +349,13 @@ def _texts(tensors: list[Tensor]) -> list[str]:
 
 
 def _role(place: TensorPlace) -> str:
-    """Return the name that the joint graph has for what is in a place."""
+    """Return the role in the joint graph of the tensor in a place."""
     is_kept = place.holding == PARAMETER
     return parameter_role(place.name) if is_kept else buffer_role(place.name)
 
 
 def _host_value(value: Tensor) -> Tensor:
-    """Return what a tensor stands for; zeros until it is loaded, if that is nothing."""
+    """Return the value of a tensor; zeros until it is loaded, if it has none."""
     if not value.is_meta:
         return value.detach()
     made = value_of(value)
@@ -349,5 +363,5 @@ def _host_value(value: Tensor) -> Tensor:
 
 
 def _version_of(value: Tensor) -> tuple[int, int]:
-    """Return what changes when a tensor is written to or replaced."""
+    """Return a key that changes when a tensor is written to or replaced."""
     return id(value), value._version

@@ -1,16 +1,19 @@
-"""Saved activations, and all else that a stage holds on a device during a step.
+"""Saved activations, and everything else that a stage holds on a device during a step.
 
-Counted are parameters, buffers, gradients, what optimizers keep for the parameters,
-what microbatches wait with, and what the program that runs needs beside its arguments.
-Programs of a device run one after another, in the order in which they were enqueued, so
-all of that is known when they are enqueued. Not counted are the batch, what
-programs other than the stage's need (an optimizer's, say), and messages that have
-arrived before the program that receives them.
+Counted are parameters, buffers, gradients, the state of optimizers for the parameters,
+values that are saved for microbatches, and what the running program needs beside its
+arguments. Programs of a device run one after another, in the order in which they were
+enqueued, so all of that is known when they are enqueued. Not counted are the batch, the
+needs of programs other than the stage's (such as an optimizer's), and messages that
+have arrived before the program that receives them.
 
 A value is *small* if its memory stays with the process when it is freed, as on CPU
-devices. It is freed late there: the program behind the one that has read it takes its
-memory before. So what is held at most is the most of small values, at any time, and of
-large ones.
+devices. It is freed late there: the next program allocates its memory before values
+that only the last one read are freed. So the peak is the peak of small values, at any
+time, plus that of large ones.
+
+A *free* value is one that nothing reads any more, whose memory waits for the program
+that makes such a value again. It belongs to one set of programs and counts as held.
 """
 
 import gc
@@ -23,27 +26,29 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from torch_xla_pp.compile import device_bytes
+from torch_xla_pp.state.donated import DonatedValues
 
-SavedKind = Literal["saved", "residual", "output", "loss", "kept"]
-"""What a microbatch waits with.
+SavedKind = Literal["saved", "residual", "output", "loss", "kept", "free"]
+"""Kinds of values that a stage holds between its programs.
 
-* "saved": what its forward saved for its backward
-* "residual": what its backward of inputs left for that of weights
-* "output": the stage's output, of which its loss is yet to be computed
+* "saved": values that its forward saved for its backward
+* "residual": values that its backward of inputs passes to that of weights
+* "output": the stage's output, whose loss is yet to be computed
 * "loss": the gradient of its loss
 * "kept": the stage's output, which the schedule returns at the end of the step
+* "free": values of no microbatch, see above
 """
 
 
 def total_bytes(values: Mapping[str, Tensor], sizes: dict[str, int]) -> int:
     """Return the bytes of values on one device.
 
-    Looking at a value takes microseconds, so each name is looked at once: the values of
-    one set of programs always look alike.
+    Reading a value's size takes microseconds, so each name is read once: values of one
+    set of programs always have the same size.
 
     Args:
         values: By name.
-        sizes: The bytes of those that are known; others are added.
+        sizes: The bytes of names that are known; others are added.
     """
     new = [name for name in values if name not in sizes]
     if new:
@@ -53,7 +58,7 @@ def total_bytes(values: Mapping[str, Tensor], sizes: dict[str, int]) -> int:
 
 
 class Size(NamedTuple):
-    """What values take on one device.
+    """The size of values on one device.
 
     Attributes:
         num_bytes: All of them.
@@ -65,36 +70,37 @@ class Size(NamedTuple):
 
 
 class HeldBytes:
-    """What lies on a device as programs are enqueued, in bytes, and the most of it.
+    """The bytes that are held on a device as programs are enqueued, and their peaks.
 
     Attributes:
         num_bytes: How many are held now.
         most_live: The most microbatches that waited for their backward.
-        most_saved: The most bytes that were held at once, but for what is passed on.
+        most_saved: The most bytes that were held at once, without those passed from I
+            to W and free ones.
         most_passed: The most that backwards of inputs passed on to those of weights.
         most_held: The most bytes that were held at once.
     """
 
     def __init__(self) -> None:
-        # Of microbatches, and of bytes.
-        self._live = self._passed = self._taken = 0
+        # By microbatch, and in bytes.
+        self._live = self._passed = self._free = self._taken = 0
         # Of small values: held, taken for the next program, read by the last one.
         self._small = self._small_taken = self._small_read = 0
-        # What the last program needed, of small values and of large ones.
+        # The needs of the last program, for small and for large values.
         self._needed, self._most_needed = [0, 0], [0, 0]
         self.num_bytes = self.most_live = 0
         self.most_saved = self.most_passed = self.most_held = 0
 
     @property
     def most_active(self) -> int:
-        """Return the most that was held while a program ran, with what it took."""
+        """Return the most that was held while a program ran, with its own needs."""
         return sum(map(max, self._most_needed, self._needed))
 
     def put(self, kind: SavedKind, size: Size, read_bytes: int) -> None:
-        """Count values that the last program has made, or has read and left.
+        """Count values that the last program has made, or has read and not freed.
 
         Args:
-            kind: What they are.
+            kind: Their kind, see `Kind`.
             size: Their size.
             read_bytes: Bytes of the small ones that it has read.
         """
@@ -105,9 +111,11 @@ class HeldBytes:
         self._needed = [self._needed[0] + made, self._needed[1] - made]
         self._live += kind == "saved"
         self._passed += size.num_bytes if kind == "residual" else 0
+        self._free += size.num_bytes if kind == "free" else 0
         self.most_live = max(self.most_live, self._live)
         self.most_passed = max(self.most_passed, self._passed)
-        self.most_saved = max(self.most_saved, self.num_bytes - self._passed)
+        saved = self.num_bytes - self._passed - self._free
+        self.most_saved = max(self.most_saved, saved)
         self.most_held = max(self.most_held, self.num_bytes)
 
     def take(self, kind: SavedKind, size: Size) -> None:
@@ -118,6 +126,7 @@ class HeldBytes:
         self._small_taken += size.small_bytes
         self._live -= kind == "saved"
         self._passed -= size.num_bytes if kind == "residual" else 0
+        self._free -= size.num_bytes if kind == "free" else 0
 
     def run(self, extra_bytes: int) -> None:
         """Count a program that reads what was taken since the last one.
@@ -139,17 +148,24 @@ class SavedValues:
         most_small: Size of the largest values that are small, zero if none are.
 
     Attributes:
-        own: What the stage holds.
-        of_rank: What all stages of the rank hold that share it.
+        own: The bytes of the stage.
+        of_rank: The bytes of all stages of the rank that share it.
     """
 
     def __init__(self, *, most_small: int = 0) -> None:
         self._most_small = most_small
         self._values: dict[tuple[SavedKind, int], dict[str, Tensor]] = {}
         self._sizes: dict[tuple[SavedKind, int], Size] = {}
-        # Names of what the last program has read, and of what the next one will.
+        # Values that the last program has read, and that the next one will read.
         self._read: set[str] = set()
         self._taken: set[str] = set()
+        # Free values by name, whose they are, and their sizes.
+        self._free: dict[str, list[Tensor]] = {}
+        self._maker: object = None
+        self._free_sizes: dict[str, int] = {}
+        # Those that the next program takes, and that earlier ones took.
+        self._given: dict[str, Tensor] = {}
+        self._donated = DonatedValues()
         self.of_rank = HeldBytes()
         self.clear()
 
@@ -162,15 +178,17 @@ class SavedValues:
         return self.own.num_bytes
 
     def clear(self) -> None:
-        """Drop everything and count afresh."""
+        """Drop everything but free values, and count afresh."""
         self._values.clear()
         self._sizes.clear()
         self._read, self._taken = set(), set()
         self.own = HeldBytes()
+        self.own.put("free", self._size_of_free(), 0)
 
     def share(self, first: "SavedValues") -> None:
         """Count what the rank holds together with its first stage, from now on."""
         self.of_rank = HeldBytes() if first is self else first.of_rank
+        self.of_rank.put("free", self._size_of_free(), 0)
 
     def put(
         self,
@@ -179,18 +197,65 @@ class SavedValues:
         values: dict[str, Tensor],
         sizes: dict[str, int],
     ) -> None:
-        """Keep the values of a microbatch until they are taken; `sizes` is for them."""
-        num_bytes = total_bytes(values, sizes)
-        small = {x: sizes[x] for x in values if sizes[x] <= self._most_small}
-        size = Size(num_bytes, sum(small.values()))
-        read_bytes = sum(small[x] for x in small.keys() & self._read)
+        """Keep values of a microbatch until they are taken; `sizes` caches bytes."""
+        total_bytes(values, sizes)
+        size = self._size_of(values, sizes)
+        read_bytes = self._size_of(values.keys() & self._read, sizes).small_bytes
         self._values[kind, microbatch] = values
         self._sizes[kind, microbatch] = size
         for held in (self.own, self.of_rank):
             held.put(kind, size, read_bytes)
 
+    def free(self, values: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
+        """Keep values that nobody reads any more for the programs that made them.
+
+        Args:
+            values: By name, of results that those programs recycle.
+            sizes: Bytes of these and others.
+        """
+        for name, value in values.items():
+            self._free.setdefault(name, []).append(value)
+            self._free_sizes[name] = sizes[name]
+        size = self._size_of(values, sizes)
+        read_bytes = self._size_of(values.keys() & self._read, sizes).small_bytes
+        for held in (self.own, self.of_rank):
+            held.put("free", size, read_bytes)
+
+    def storages(self, maker: object, names: Mapping[str, str]) -> dict[str, Tensor]:
+        """Return free values for the results of a program, as far as there are any.
+
+        Args:
+            maker: The programs; free values of others are dropped.
+            names: Result → name under which a free value is returned.
+        """
+        if maker is not self._maker:
+            self.drop_free()
+            self._maker = maker
+        taken = [name for name in names if self._free.get(name)]
+        size = self._size_of(taken, self._free_sizes)
+        for held in (self.own, self.of_rank):
+            held.take("free", size)
+        self._taken.update(taken)
+        self._given = {names[name]: self._free[name].pop() for name in taken}
+        return self._given
+
+    def drop_free(self) -> None:
+        """Drop free values, as when a step has failed that may have made them."""
+        size = self._size_of_free()
+        for held in (self.own, self.of_rank):
+            held.take("free", size)
+        self._free, self._free_sizes = {}, {}
+
+    def _size_of_free(self) -> Size:
+        names = [name for name, values in self._free.items() for _ in values]
+        return self._size_of(names, self._free_sizes)
+
+    def _size_of(self, names: Iterable[str], sizes: Mapping[str, int]) -> Size:
+        found = [sizes[name] for name in names]
+        return Size(sum(found), sum(x for x in found if x <= self._most_small))
+
     def has(self, kind: SavedKind, microbatch: int) -> bool:
-        """Return whether there is something to take."""
+        """Return whether there are values to take."""
         return (kind, microbatch) in self._values
 
     def take(self, kind: SavedKind, microbatch: int) -> dict[str, Tensor]:
@@ -209,28 +274,30 @@ class SavedValues:
             extra_bytes: What it needs of its own on a device.
         """
         self._read, self._taken = self._taken, set()
+        if self._given:
+            self._donated.add(self._given.values())
+            self._given = {}
         for held in (self.own, self.of_rank):
             held.run(extra_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMemory:
-    """The most that a stage, or all of a rank, held on one device in a step.
+    """The peak memory of a stage, or of a rank, on one device in a step.
 
     Args:
         num_live: Microbatches between their forward and the end of their backward,
-            each for every stage.
-        saved_bytes: The most that was held between two programs of what forwards have
-            saved for those microbatches, gradients of losses, and outputs.
-        passed_bytes: The most that backwards of inputs had left for those of weights;
-            it need not have been at the same time.
-        held_bytes: The most that was held of both at once.
+            counted in every stage.
+        saved_bytes: The peak, between two programs, of values that forwards saved for
+            those microbatches, gradients of losses, and outputs.
+        passed_bytes: The peak of values passed from backwards of inputs to those of
+            weights; it may be at another time.
+        held_bytes: The peak of both together, with free values.
         state_bytes: Parameters, buffers, gradients and their sums.
-        active_bytes: The most that was held while a program ran, and all that this
-            program takes: its temporaries and results. Where the memory of small values
-            stays with the process: the most of those at any time, and the most of large
-            ones.
-        optimizer_bytes: What optimizers keep for the parameters now.
+        active_bytes: The peak of what was held while a program ran, plus the program's
+            temporaries and results. Where the memory of small values stays with the
+            process: the peak of those at any time, plus that of large ones.
+        optimizer_bytes: The state of optimizers for the parameters now.
     """
 
     num_live: int
@@ -243,7 +310,7 @@ class StageMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """Return all that was held at most."""
+        """Return the peak of everything together."""
         return self.state_bytes + self.optimizer_bytes + self._running_bytes
 
     @property
@@ -271,9 +338,9 @@ class StageMemory:
 
 
 def optimizer_bytes(parameters: Iterable[Tensor]) -> int:
-    """Return what all optimizers of this process keep for parameters on one device.
+    """Return the bytes of all optimizers' state for parameters on one device.
 
-    Looks at every object of the process for that, which takes a tenth of a second.
+    It searches every object of the process, which takes a tenth of a second.
     """
     optimizers = [x for x in gc.get_objects() if issubclass(type(x), Optimizer)]
     kept = [

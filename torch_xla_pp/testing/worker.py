@@ -1,8 +1,8 @@
 """The main program of one worker process: runs functions until its parent leaves.
 
-A worker is forked from a server that has imported this module and what it names, since
-those imports take most of the time of a short job. Nothing of torch_xla is alive in the
-server: XLA reads its flags and makes its client in the worker.
+A worker is forked from a server that has imported this module and its imports, which
+take most of the time of a short job. The server has no XLA client: XLA reads its flags
+and makes its client in the worker.
 
 Protocol: the worker sends "ready", gets a task, sends its answer, and begins again.
 """
@@ -13,6 +13,7 @@ import gc
 import importlib
 import os
 import pickle
+import random
 import signal
 import sys
 import traceback
@@ -20,6 +21,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy
 import torch._dynamo  # noqa: F401  (imported when a model is first traced)
 import torch._functorch.aot_autograd  # noqa: F401
 import torch.distributed as dist
@@ -28,7 +30,7 @@ import torch_xla_pp
 from torch_xla_pp.on_import import prepare_process
 from torch_xla_pp.transport import forget_group_numbers
 
-# They are imported when they are first used: here, for all workers.
+# These are imported when they are first used: here, for all workers.
 for name in torch_xla_pp.__all__:
     getattr(torch_xla_pp, name)
 
@@ -43,7 +45,7 @@ def run_worker(parent: Connection, log: str, env: dict[str, str]) -> None:
         os.dup2(file.fileno(), 2)
     os.environ.clear()
     os.environ.update(env)
-    # What an import of the package does, with this environment.
+    # The effects of importing the package, with this environment.
     prepare_process()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     with parent:
@@ -55,7 +57,8 @@ def _end_with_parent() -> None:
 
     The end of the connection is only seen between tasks; a worker that hangs in a
     collective, perhaps holding the GIL, would stay for ever. The server from which it
-    is forked ends when nobody holds a certain pipe any more, so a worker must not.
+    is forked ends when no process holds a certain pipe any more, so a worker must close
+    it.
     """
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     if sys.platform == "linux":
@@ -88,6 +91,7 @@ def _answer(
     """
     os.environ.update(env)
     sys.path[:] = path
+    _seed()
     try:
         result = getattr(importlib.import_module(module), function)(*pickle.loads(args))
         content = pickle.dumps(result)
@@ -103,8 +107,15 @@ def _answer(
         os.environ.pop(name, None)
 
 
+def _seed() -> None:
+    """Let all ranks draw the same numbers, whatever ran in their processes before."""
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+
+
 def _leave_group() -> None:
-    """Leave the group, if there is one, and forget those that could not be made."""
+    """Leave the group, if there is one, and forget groups that could not be made."""
     if dist.is_initialized():
         dist.destroy_process_group()
     forget_group_numbers()

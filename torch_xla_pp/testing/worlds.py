@@ -6,9 +6,9 @@ of XLA devices of a process is fixed when its client is made: workers are kept b
 number. Between two functions a worker leaves its process group; nothing else is reset.
 
 Laws: a run ends. Every run has a time limit, and when a rank fails the others get a
-short while to end by themselves; then they are killed, and their stacks are shown.
-After a run in which a rank failed its workers are not used again, since the state of
-their transport is unknown. No worker outlives the process that made it.
+short time to end by themselves; then they are killed, and their stacks are shown. After
+a run in which a rank failed its workers are not used again, since the state of their
+transport is unknown. No worker outlives the process that made it.
 """
 
 import contextlib
@@ -103,7 +103,7 @@ class _Worker:
         return os.fstat(self._log.fileno()).st_size
 
     def output(self, start: int | None = None) -> str:
-        """Return the end of what was printed since byte `start` or in this run."""
+        """Return the end of the output since byte `start` or in this run."""
         start = self._run_start if start is None else start
         data = os.pread(self._log.fileno(), self.num_log_bytes() - start, start)
         return data.decode(errors="replace")[-_TAIL_CHARACTERS:]
@@ -132,8 +132,8 @@ class Worlds:
     """A pool of processes that run functions in every rank of a job.
 
     Workers load the main script of the caller's process under another name, as
-    `multiprocessing` does: what a script runs belongs under
-    `if __name__ == "__main__"`.
+    `multiprocessing` does: code that a script runs belongs under `if __name__ ==
+    "__main__"`.
 
     Example:
         >>> with Worlds() as worlds:
@@ -166,7 +166,8 @@ class Worlds:
     ) -> list[Any]:
         """Call `function(*args)` in every rank and return the results, by rank.
 
-        The environment is as torchrun sets it.
+        The environment is as torchrun sets it, and random numbers begin alike on all
+        ranks, with seed 0.
 
         Args:
             function: A function of an importable module; its result must pickle.
@@ -268,14 +269,14 @@ class Worlds:
         for worker in [worker for worker in idle if not worker.is_alive()]:
             idle.remove(worker)
             worker.close()
-        # Those that were used last, which have compiled programs.
+        # Workers that were used last, which have compiled programs.
         taken, idle[:] = idle[-ranks:], idle[:-ranks]
         return taken
 
     def _put_back(
         self, workers: Sequence[_Worker], counts: Sequence[int], keep: bool
     ) -> None:
-        """Make workers idle again; close them if they must not or cannot be used."""
+        """Make workers idle again; close those that must not or cannot be used."""
         for worker, count in zip(workers, counts, strict=True):
             if keep and worker.is_alive() and worker.is_ready(GRACE_S):
                 self._idle[count].append(worker)

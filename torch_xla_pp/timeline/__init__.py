@@ -1,4 +1,4 @@
-"""What every rank did in a step, and when: measured or predicted."""
+"""Timelines of a step, on every rank: measured or predicted."""
 
 from torch_xla_pp.timeline.chrome import to_chrome
 from torch_xla_pp.timeline.figure import new_figure

@@ -27,7 +27,7 @@ _WAITING_COLOUR = "grey"
 # receives in W.
 _SENDERS = {"F": "F", "B": "BI"}
 _RECEIVERS = {"F": "F", "B": "BIW"}
-# Arrows end inside slices, so this much before the end of one.
+# Arrows must end inside slices: this much before the end of one.
 _INSIDE_S = 1e-9
 
 _Event = dict[str, Any]
@@ -39,7 +39,7 @@ def to_chrome(
     """Return a trace with one process for each timeline, all of them beginning at 0.
 
     Args:
-        timelines: One of them, or name → timeline, e.g. of a measured and a predicted
+        timelines: One timeline, or name → timeline, e.g. of a measured and a predicted
             step.
         path: A file to write as well.
     """
@@ -122,7 +122,7 @@ def _arrow(
 
 
 def _nearest(spans: Sequence[Span], time_s: float) -> float:
-    """Return the time in any of the spans that is nearest to a time."""
+    """Return the time within any of the spans that is nearest to a time."""
     times_s = [max(s.start_s, min(time_s, s.end_s - _INSIDE_S)) for s in spans]
     return min(times_s, key=lambda found_s: abs(found_s - time_s), default=time_s)
 

@@ -1,4 +1,4 @@
-"""Where pictures are drawn; matplotlib is loaded for them alone."""
+"""New pictures; matplotlib is imported only for them."""
 
 from typing import TYPE_CHECKING
 
@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Return an empty picture of so many inches.
+    """Return an empty picture of a size in inches.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -18,20 +18,20 @@ _WAITING_COLOUR = "#e4e4e4"
 _DARKEST = 0.7
 _HEIGHT = 0.8
 _INCHES = 14.0
-# Narrower bars have no room for the number of a microbatch.
+# Narrower bars have no space for the number of a microbatch.
 _LABEL_INCHES = 0.16
 
 
 def to_picture(timeline: Timeline, path: str | Path) -> None:
-    """Draw what the ranks did; the ending of the file's name is the format.
+    """Draw the actions of ranks; the suffix of the file's name is the format.
 
     Bars have the colour of their kind, and the number of their microbatch if there is
-    room. Of several stages of a rank, later ones are darker. Time in which an action
+    space. Of several stages of a rank, later ones are darker. Time in which an action
     waits for a receive is grey.
 
     Args:
         timeline: The timeline.
-        path: The file to write: .png, .svg, .pdf, or what else matplotlib knows.
+        path: The file to write: .png, .svg, .pdf, or another format of matplotlib.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -70,7 +70,7 @@ def _draw_bars(axes: "Axes", timeline: Timeline) -> None:
 
 
 def _lights(timeline: Timeline) -> dict[tuple[int, int], float]:
-    """Return how light the colours of each rank's stages are."""
+    """Return the lightness of colours for each rank's stages."""
     stages: defaultdict[int, set[int]] = defaultdict(set)
     for span in timeline.spans:
         stages[span.rank].add(span.stage)

@@ -1,4 +1,4 @@
-"""Put what several ranks recorded into one timeline."""
+"""Merge the records of several ranks into one timeline."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from torch_xla_pp.timeline.timeline import Timeline
 
 
 def merge(parts: Sequence[Timeline]) -> Timeline:
-    """Return one timeline with all that is in the parts.
+    """Return one timeline with the contents of all parts.
 
     Their clocks must agree. A transfer may be in several parts, and counts once.
 

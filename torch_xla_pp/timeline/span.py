@@ -1,7 +1,7 @@
-"""The pieces of a timeline: what a rank ran, and what it sent.
+"""The pieces of a timeline: actions that ran, and messages that were sent.
 
 Terms: times are seconds on one clock that all ranks share; where it starts does not
-matter. A rank *waits* while the program that it runs has not received what it needs.
+matter. A rank *waits* while its running program has not received its inputs.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Span:
         microbatch: Microbatch of the action.
         start_s: When it began, on the first of the rank's devices.
         end_s: When it ended, on the last of them.
-        waiting_s: Part of that time in which it waited for a receive.
+        waiting_s: Part of that time in which it waited to receive.
         dispatch_s: Time of the host that enqueued it, None if unknown.
 
     Raises:
@@ -61,15 +61,15 @@ class Transfer:
     """A message from one stage to another, for one microbatch.
 
     Args:
-        sender_stage: Stage that makes the values.
+        sender_stage: Stage that sends the values.
         sender_rank: Rank of that stage.
-        receiver_stage: Stage that takes them.
+        receiver_stage: Stage that receives them.
         receiver_rank: Rank of that stage.
         kind: "F" for values, "B" for their gradients, "S" for sums of gradients of
             shared parameters.
         microbatch: The microbatch.
         sent_s: When the sender had sent them.
-        received_s: When they were with the receiver.
+        received_s: When the receiver had them.
         num_bytes: Their size, over all devices.
 
     Raises:

@@ -1,8 +1,8 @@
 """The figures of a step.
 
-Terms: a rank is *busy* while it runs an action and has what it needs, *waiting* while
-an action of it waits for a receive, and *idle* while it has nothing to run. The
-*bubble* is all that is not busy.
+Terms: a rank is *busy* while it runs an action that has its inputs, *waiting* while its
+action waits to receive, and *idle* while it has nothing to run. The *bubble* is all
+time that is not busy.
 """
 
 from collections import Counter, defaultdict
@@ -16,14 +16,14 @@ from torch_xla_pp.timeline.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSummary:
-    """How a rank spent the step.
+    """The time and memory of a rank in the step.
 
     Args:
         busy_s: Time of work.
         waiting_s: Time of waiting for receives.
         idle_s: The rest of the step.
         dispatch_s: Time of the host that enqueued its actions, None if unknown.
-        peak_live: For how many microbatches it held saved values at most.
+        peak_live: The most microbatches for which it held saved values.
         peak_bytes: Their size on one device, None if unknown.
     """
 
@@ -37,7 +37,7 @@ class RankSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EdgeSummary:
-    """What one stage sent another.
+    """The messages that one stage sent to another.
 
     Args:
         sender_stage: Stage that sends.
@@ -72,13 +72,13 @@ class Summary:
 
     @property
     def busy_share(self) -> float:
-        """Return the share of all ranks' time that is work; 1 for an empty step."""
+        """Return the share of all ranks' time that is busy; 1 for an empty step."""
         total = self.step_s * len(self.ranks)
         return sum(rank.busy_s for rank in self.ranks) / total if total else 1.0
 
     @property
     def bubble_share(self) -> float:
-        """Return the share of all ranks' time that is not work."""
+        """Return the share of all ranks' time that is not busy."""
         return 1.0 - self.busy_share
 
     def __str__(self) -> str:
@@ -179,16 +179,15 @@ def peak_saved(
     sizes: Mapping[int, int] | None = None,
     passed: Mapping[int, int] | None = None,
 ) -> int:
-    """Return the most that a rank's stages keep at a time.
+    """Return the peak of values that a rank's stages keep.
 
     A microbatch counts in each stage from its forward until its B, or its W if the
     backward is split; not at all if it has neither.
 
     Args:
-        spans: What the rank ran, in order.
-        sizes: Stage → what a microbatch counts there; None for one everywhere.
-        passed: Stage → what it counts in place of that from its I to its W; the same
-            where nothing is said.
+        spans: The actions of the rank, in order.
+        sizes: Stage → size of a microbatch there; None for one everywhere.
+        passed: Stage → its size from its I to its W; the same where there is no entry.
     """
     freed = {(s.stage, s.microbatch) for s in spans if s.kind in "BW"}
     kept = peak = 0

@@ -1,4 +1,4 @@
-"""All that the ranks did in one step."""
+"""The timeline of all ranks in one step."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -14,17 +14,17 @@ _FORMAT = "torch_xla_pp timeline 1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """What the ranks ran and sent in one step, on one clock.
+    """The actions and messages of ranks in one step, on one clock.
 
     Args:
         num_ranks: Number of ranks, with or without spans.
-        spans: What they ran; kept in the order of ranks, then of start times.
-        transfers: What they sent to each other; kept in the order of sending.
-        peak_bytes: What each rank held at most of values saved for backwards, on one
+        spans: Their actions; kept in the order of ranks, then of start times.
+        transfers: Their messages; kept in the order of sending.
+        peak_bytes: The peak of values that each rank saved for backwards, on one
             device; empty if unknown.
 
     Raises:
-        ValueError: There is no rank, or something belongs to a rank that is not there.
+        ValueError: There is no rank, or a span or transfer has an unknown rank.
     """
 
     num_ranks: int
@@ -72,7 +72,7 @@ class Timeline:
         return self.end_s - self.start_s
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:
-        """Return what a rank ran, in order."""
+        """Return the actions of a rank, in order."""
         return tuple(span for span in self.spans if span.rank == rank)
 
     def to_json(self, path: str | Path | None = None) -> str:
@@ -132,6 +132,6 @@ def _columns(kind: type, values: Sequence[Any]) -> dict[str, list[Any]]:
 
 
 def _rows(columns: dict[str, list[Any]]) -> Iterable[dict[str, Any]]:
-    """Return what `_columns` was given, each value as its fields."""
+    """Return the argument of `_columns`, each value as its fields."""
     rows = zip(*columns.values(), strict=True)
     return [dict(zip(columns, row, strict=True)) for row in rows]

@@ -1,18 +1,18 @@
-"""What a rank is doing, for the texts of errors."""
+"""The activity of a rank, for the texts of errors."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Activity:
-    """The step and action that a rank is in; prints as the end of a sentence.
+    """The present step and action of a rank; prints as the end of a sentence.
 
     Attributes:
         stages: The stages of the rank.
         step: Number of the step, counted from 1; 0 before the first one.
         is_in_step: Whether that step has not ended.
-        action: The action that runs, e.g. "1F3, microbatch 3"; empty outside of one.
-            One that fails stays noted until the next one.
+        action: The running action, e.g. "1F3, microbatch 3"; empty outside of one. A
+            failed action stays noted until the next one.
     """
 
     stages: tuple[int, ...] = ()

@@ -1,6 +1,6 @@
 """The only place that touches private parts of torch.distributed.
 
-Its classes of process groups are exported without telling type checkers.
+Its classes of process groups are exported in a way that type checkers do not see.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ __all__ = [
 
 GroupMaker: TypeAlias = Callable[..., dist.ProcessGroup]
 
-# Threads make groups one after the other: stdout is redirected meanwhile.
+# Threads make groups one after the other, as stdout is redirected for the time.
 _redirecting = threading.Lock()
 
 
@@ -51,10 +51,10 @@ def attach_gloo(
     store: Store,
     timeout: timedelta,
 ) -> dist.ProcessGroup:
-    """Make gloo the backend of a group; it connects only pairs of ranks that talk.
+    """Make gloo the backend of a group; it connects pairs of ranks only when needed.
 
     Returns:
-        What has the methods of a group, though it is not one in torch's sense.
+        An object with the methods of a group, though it is not one in torch's sense.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_default_device(lazy_init=True)]
@@ -72,8 +72,8 @@ def attach_gloo(
 def without_lines(prefix: bytes) -> Iterator[None]:
     """Drop some lines that C++ code prints in the block.
 
-    gloo tells on stdout that it has no connections yet, and has no setting for it. All
-    other lines follow when the block has ended.
+    gloo prints on stdout that it has no connections yet, and has no setting against it.
+    All other lines are printed when the block has ended.
     """
     flush = ctypes.CDLL(None).fflush
     try:
@@ -99,11 +99,11 @@ def without_lines(prefix: bytes) -> Iterator[None]:
 
 
 def wrap_backend(name: str, wrap: Callable[[GroupMaker], GroupMaker]) -> None:
-    """Replace what makes the groups of a registered backend.
+    """Replace the function that makes the groups of a registered backend.
 
     Args:
         name: Its name in capitals.
-        wrap: Gets what made them so far.
+        wrap: Takes the present function, returns the new one.
     """
     plugins: dict[str, Any] = dist.Backend._plugins
     plugin = plugins[name]
@@ -111,8 +111,9 @@ def wrap_backend(name: str, wrap: Callable[[GroupMaker], GroupMaker]) -> None:
 
 
 def forget_group_numbers() -> None:
-    """Let the next group be named like the first.
+    """Let the next group have the name of the first.
 
-    torch names a group by how many it has tried to make, and ranks meet by that name.
+    torch names a group by the number of groups it has tried to make, and ranks meet by
+    that name.
     """
     distributed_c10d._world.group_count = 0

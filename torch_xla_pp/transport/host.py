@@ -1,9 +1,12 @@
 """The transport that copies through the host program.
 
-Fit for every PJRT device. Device shards are read to the host, travel over the group's
-wire and are uploaded again; Python waits for both the device and the message.
+It works with every PJRT device. Device shards are read to the host, sent over the
+group's wire and uploaded again. Threads read from the devices, write, and receive; the
+program's own thread waits for a message only when it is about to enqueue a program that
+needs it.
 """
 
+import functools
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -12,12 +15,14 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.errors import TransportError
 from torch_xla_pp.mesh import Tiling
 from torch_xla_pp.transport.inbox import Key
+from torch_xla_pp.transport.outbox import Outbox, Shards
 from torch_xla_pp.transport.pieces import (
     are_alike,
     pack_pieces,
     part_sizes,
     unpack_pieces,
 )
+from torch_xla_pp.transport.rendezvous import Rendezvous
 from torch_xla_pp.transport.shard_bytes import from_bytes, to_bytes
 from torch_xla_pp.transport.stage_transport import (
     Message,
@@ -31,28 +36,37 @@ from torch_xla_pp.transport.wire import Wire
 class HostTransport:
     """The transport through the host, whose programs neither send nor receive.
 
-    A replicated value travels once, and so does each element of a value that is
-    sharded otherwise on the peer. Layouts are agreed on before, so no message
-    describes itself.
+    A replicated value is sent once, and so is each element of a value that the peer
+    shards in another way. Layouts are agreed on before, so messages have no
+    description.
 
     Args:
         wire: Carries the bytes.
+        rendezvous: Receives the reports of failures.
     """
 
     name = "host"
     in_program = None
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, rendezvous: Rendezvous) -> None:
         self._wire = wire
+        self._rendezvous = rendezvous
+        self._outbox = Outbox(wire, rendezvous)
 
     def expect(self, message: Message, peer: int) -> None:
-        """Do nothing: the wire takes all messages."""
+        """Do nothing: the wire accepts all messages."""
 
     def settle(self) -> None:
-        """Do nothing: values that were received are there."""
+        """Raise failures; values that were received are there already.
+
+        Raises:
+            Exception: A rank has reported a failure, see `Rendezvous.check`.
+        """
+        self._rendezvous.check()
 
     def close(self) -> None:
-        """Do nothing: the wire is closed by its group."""
+        """Pass everything that was sent to the wire; the group closes the wire."""
+        self._outbox.close()
 
     def send(
         self,
@@ -61,9 +75,9 @@ class HostTransport:
         tensors: Sequence[Tensor],
         there: Sequence[Tiling] | None = None,
     ) -> None:
-        """Copy `tensors` out and send them to group rank `peer`.
+        """Send `tensors` to group rank `peer`, once they are computed.
 
-        Waits until the device has computed them, never for the peer.
+        Waits neither for the device nor for the peer, see `Outbox.put`.
 
         Raises:
             ValueError: There are no tensors.
@@ -71,14 +85,8 @@ class HostTransport:
         """
         if not tensors:
             raise no_values(message)
-        values = xla_compat.read_shards(tensors)
-        parts = [to_bytes(shard) for shards in values for shard in shards]
-        if there is not None:
-            own = [ShardLayout.of_tensor(tensor) for tensor in tensors]
-            if not are_alike(own, there):
-                sides = zip(values, own, there, strict=True)
-                parts = [pack_pieces(shards, x.tiling, far) for shards, x, far in sides]
-        self._wire.send(peer, _key(message), None, parts)
+        pack = functools.partial(_packed, there)
+        self._outbox.put(peer, _key(message), tensors, pack)
 
     def recv(
         self,
@@ -98,8 +106,10 @@ class HostTransport:
         if not layouts:
             raise no_values(message)
         ticket = self._wire.expect(peer, _key(message))
-        if peer == self._wire.rank and not self._wire.has_arrived(ticket):
-            raise not_sent_yet(message)
+        if peer == self._wire.rank:
+            self._outbox.flush()
+            if not self._wire.has_arrived(ticket):
+                raise not_sent_yet(message)
         parts = self._wire.receive(ticket).parts
         _check(message, peer, parts, part_sizes(layouts, there))
         if there is None or are_alike(layouts, there):
@@ -122,6 +132,24 @@ class HostTransport:
 
 def _key(message: Message) -> Key:
     return (message.title,)
+
+
+def _packed(
+    there: Sequence[Tiling] | None, tensors: Sequence[Tensor], values: Shards
+) -> list[Tensor]:
+    """Return the parts of a message: shards, or all pieces of a value.
+
+    Args:
+        there: The tilings of the values on the peer, None if they are the same.
+        tensors: The values on the devices.
+        values: Their shards on the host.
+    """
+    if there is not None:
+        own = [ShardLayout.of_tensor(tensor) for tensor in tensors]
+        if not are_alike(own, there):
+            sides = zip(values, own, there, strict=True)
+            return [pack_pieces(shards, x.tiling, far) for shards, x, far in sides]
+    return [to_bytes(shard) for shards in values for shard in shards]
 
 
 def _check(

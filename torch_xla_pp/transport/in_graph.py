@@ -6,22 +6,22 @@ custom call, run by XLA on every local device for its own shard:
     route ─→ custom call "…recv…" ─→ [from shards] ─→ values, token
     route, values ─→ [to shards] ─→ custom call "…send…" ─→ token
 
-A *token* has no meaning but that a program which returns it has the op: one whose
-results nobody uses would be dropped. The sum of tokens keeps all their ops.
+A *token* has no meaning, but a program that returns it keeps the op: an op with unused
+results would be dropped. The sum of tokens keeps all of their ops.
 
-The *route*, an operand, says where to and which message, so a program is compiled once
-for all microbatches, peers and steps. Of a value that several devices hold alike, one
-device sends and all of the receiver's devices read the one message. Where the peer
-shards a value in another way, the route lists the pieces of `mesh.reshard`; each
-device then sends its own and takes what it needs from the messages of all.
+The *route*, an operand, names the destination and the message, so a program is compiled
+once for all microbatches, peers and steps. A part that several devices hold is sent by
+one device, and all of the receiver's devices read the one message. Where the peer
+shards a value in another way, the route lists the pieces of `mesh.reshard`; each device
+then sends its own pieces and takes those that it needs from the messages of all.
 
 Laws:
 
-* torch_xla tells custom calls apart by the name of their target alone, so every list
-  of shapes and dtypes has a target of its own.
-* A program of this transport never fails. A receive whose message cannot come is
-  filled with NaN (-1 for integers) and the failure is raised by Python: by the next
-  call here or by `settle`, which a step ends with. See docs/design/006.
+* torch_xla distinguishes custom calls by the name of their target alone, so every list
+of shapes and dtypes has a target of its own.
+* A program of this transport never fails. The result of a receive whose message cannot
+come is NaN (-1 for integers), and Python raises the failure: in the next call here or
+in `settle`, which ends a step. See docs/design/006.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ from torch import Tensor
 from torch_xla_pp import env, native, xla_compat
 from torch_xla_pp.errors import TransportError, TransportTimeout
 from torch_xla_pp.mesh import Tiling
-from torch_xla_pp.native import DIRECTIONS, ROUTE_FIELDS, row_of
+from torch_xla_pp.native import DIRECTIONS, ROUTE_FIELDS, row_of, words_of
 from torch_xla_pp.text import type_text
 from torch_xla_pp.transport.pieces import are_alike, piece_table
 from torch_xla_pp.transport.rendezvous import Rendezvous
@@ -57,7 +57,7 @@ _GRACE_S = 30.0
 _NEVER = (1 << 63) - 1
 _MAX_READABLE = 160
 _TOKEN_SHAPE = (1,)
-# Fields of a route that say how a message is cut, and what follows the fields.
+# Fields of a route on how a message is cut, and on what follows the fields.
 _Content = tuple[dict[str, int], list[int]]
 _RouteKey = tuple[int, Message, tuple[Any, ...], tuple[Any, ...] | None]
 
@@ -72,7 +72,7 @@ def send_op(
     """Add the sending of `values` to the graph.
 
     Args:
-        route: What `InGraphTransport.send_route` returned.
+        route: The result of `InGraphTransport.send_route`.
         values: What to send.
         layouts: The layouts in which they are sent.
 
@@ -86,7 +86,7 @@ def send_op(
         if (tuple(value.shape), value.dtype) != (layout.shape, layout.dtype):
             raise ValueError(
                 f"send: expected {layout}, got {type_text(value.shape, value.dtype)}. "
-                "Send what the receiver was told to expect."
+                "Send what the receiver expects."
             )
     target = _target("send", route, layouts)
     native.register_target(target, "send")
@@ -106,8 +106,8 @@ def receive_op(
     """Add the receiving of values to the graph.
 
     Args:
-        route: What `InGraphTransport.receive_route` returned.
-        layouts: What the values look like.
+        route: The result of `InGraphTransport.receive_route`.
+        layouts: The layouts of the values.
 
     Returns:
         The values, and the token, which the program must return.
@@ -137,7 +137,7 @@ def _whole(route: Tensor) -> Tensor:
 
 
 def _alike(layouts: Sequence[ShardLayout]) -> _Content:
-    """Return the rest of a route between devices of equal numbers."""
+    """Return the rest of a route between equally tiled devices."""
     tilings = [layout.tiling for layout in layouts]
     head = {
         "digest": digest(layouts, tilings),
@@ -151,7 +151,7 @@ def _alike(layouts: Sequence[ShardLayout]) -> _Content:
 def _in_pieces(
     layouts: Sequence[ShardLayout], there: Sequence[Tiling], *, is_receive: bool
 ) -> _Content:
-    """Return the rest of a route on which values are resharded."""
+    """Return the rest of a route with resharding."""
     tilings = [layout.tiling for layout in layouts]
     source, destination = (there, tilings) if is_receive else (tilings, there)
     depth, rows = piece_table(layouts, there, is_receive=is_receive)
@@ -172,7 +172,7 @@ def _target(kind: str, route: Tensor, layouts: Sequence[ShardLayout]) -> str:
 
 
 def _host_id() -> str:
-    """Return a text that is equal for processes that know each other's numbers."""
+    """Return a text that is equal for processes that see each other's process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -186,7 +186,7 @@ class InGraphTransport:
 
     Args:
         rendezvous: Agreement and errors of the group's ranks.
-        token: What all members of the job know.
+        token: Secret of the members of the job.
 
     Raises:
         native.Unavailable: The compiled library cannot be used here.
@@ -219,18 +219,18 @@ class InGraphTransport:
     # Called by the rendezvous.
 
     def report(self, generation: int, report: str) -> None:
-        """Tell the peers that this rank failed."""
+        """Report to the peers that this rank failed."""
         self.engine.report(generation, report)
 
     def end(self, generation: int) -> None:
         """Forget the messages of a generation that this rank leaves."""
         self.engine.advance(generation + 1)
 
-    # Of the protocol.
+    # Methods of the protocol.
 
     @property
     def in_program(self) -> ProgramOps:
-        """Return itself: it has the ops and their routes."""
+        """Return self, which has the ops and their routes."""
         return self
 
     def expect(self, message: Message, peer: int) -> None:
@@ -292,7 +292,7 @@ class InGraphTransport:
             self.check()
             return self.engine.settle(self._generation, count, limit_s)
 
-        # Each receive has a limit of its own, which begins when its program runs.
+        # Each receive has its own time limit, which begins when its program runs.
         limit_s = self._rendezvous.timeout_s + _GRACE_S
         self._rendezvous.wait_until(
             is_settled, limit_s, lambda: "its own device to receive"
@@ -301,7 +301,7 @@ class InGraphTransport:
             _logger.warning("rank %d: %s", self._rendezvous.rank, notice)
 
     def check(self) -> None:
-        """Raise what has failed since the last failure; takes microseconds.
+        """Raise failures since the last one that was raised; takes microseconds.
 
         Raises:
             TransportError: A message of this rank failed.
@@ -317,7 +317,7 @@ class InGraphTransport:
         if failure is None:
             return
         if failure.is_report:
-            self._rendezvous.tell(generation, failure.text)
+            self._rendezvous.receive_report(generation, failure.text)
             self._rendezvous.check()
         kind = TransportTimeout if failure.is_timeout else TransportError
         error = kind(failure.text)
@@ -391,7 +391,8 @@ class InGraphTransport:
             microbatch=message.microbatch,
             **cut,
         )
-        return xla_compat.replicate(torch.tensor(fields + rest, dtype=torch.int64))
+        words = words_of(fields + rest)
+        return xla_compat.replicate(torch.tensor(words, dtype=torch.int32))
 
     def _connect(self, peer: int) -> None:
         if peer in self._connected:
@@ -401,7 +402,7 @@ class InGraphTransport:
         self._connected.add(peer)
 
     def close(self) -> None:
-        """Let what was enqueued be sent and arrive, and disconnect from the peers."""
+        """Wait until enqueued messages are sent and have arrived, and disconnect."""
         self.engine.settle(self._generation, self._received.total(), _CLOSE_S)
         self.engine.advance(_NEVER)
         xla_compat.wait_device()

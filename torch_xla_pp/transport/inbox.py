@@ -20,7 +20,7 @@ class Ticket(NamedTuple):
     """The message that one receive waits for.
 
     The nth receive from a rank by a key gets the nth message of that rank and key,
-    whichever of them comes first.
+    whether the receive or the message comes first.
     """
 
     generation: int
@@ -61,7 +61,7 @@ class Inbox:
             self._changed.notify_all()
 
     def close(self, source: int, reason: str) -> None:
-        """Say that nothing more will come from `source`; the first reason counts."""
+        """Note that nothing more will come from `source`; the first reason counts."""
         with self._changed:
             self._closed.setdefault(source, reason)
             self._changed.notify_all()
@@ -77,7 +77,7 @@ class Inbox:
             return ticket in self._parcels
 
     def wait(self, ticket: Ticket, limit_s: float) -> bool:
-        """Wait for the message, or for the end of its source; False after `limit_s`."""
+        """Wait for the message or its source's end; return False after `limit_s`."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: ticket in self._parcels or ticket.source in self._closed,
@@ -90,7 +90,7 @@ class Inbox:
             return self._parcels.pop(ticket, None)
 
     def forget_until(self, generation: int) -> None:
-        """Drop all of `generation` and older ones, also what still arrives of them."""
+        """Drop messages of `generation` and older ones, also those still to arrive."""
         with self._changed:
             self._oldest = generation + 1
             for ticket in [t for t in self._parcels if t.generation < self._oldest]:

@@ -12,8 +12,8 @@ from torch_xla_pp.transport.process_group import XlaPpProcessGroup
 class LinkedGroups:
     """The groups through which errors reach all ranks that work with this one.
 
-    What one group reports is passed on to the other, so that an error reaches
-    all ranks of all replicas.
+    Reports of one group are forwarded to the other, so that an error reaches all ranks
+    of all replicas.
 
     Args:
         pipeline: The ranks of the pipeline.
@@ -21,7 +21,7 @@ class LinkedGroups:
 
     Attributes:
         key: Equal for equal groups of this process.
-        activity: What this rank is doing, for the texts of errors.
+        activity: The activity of this rank, for the texts of errors.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LinkedGroups:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Tell the others of an error that leaves the block."""
+        """Report an error that leaves the block to the others."""
         with contextlib.ExitStack() as stack:
             for group in self._groups:
                 stack.enter_context(group.rendezvous.reporting())
@@ -54,7 +54,7 @@ class LinkedGroups:
 
 
 def _ranks_of(groups: Sequence[XlaPpProcessGroup]) -> str:
-    """Say which ranks are meant in errors about messages between ranks."""
+    """Explain the numbers of ranks in errors about messages between ranks."""
     pipeline, replicas = map(dist.get_process_group_ranks, groups)
     return (
         "Messages count ranks within a group: those of gradient sums from a stage to "

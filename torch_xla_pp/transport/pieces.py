@@ -1,6 +1,6 @@
-"""Messages between ranks that shard values differently, cut as `mesh.reshard` says.
+"""Messages between ranks that shard values differently, cut by `mesh.reshard`.
 
-Both sides work out the same pieces from the two tilings, so a message needs no
+Both sides compute the same pieces from the two tilings, so a message needs no
 description of them. `there` is always the tiling of values on the peer's devices.
 """
 
@@ -17,7 +17,7 @@ from torch_xla_pp.transport.stage_transport import ShardLayout
 
 
 def are_alike(layouts: Sequence[ShardLayout], there: Sequence[Tiling] | None) -> bool:
-    """Return whether each device needs only the shard of its pair on the peer.
+    """Return whether each device needs only the shard of the paired device of the peer.
 
     Args:
         layouts: Layouts of the values on this rank.
@@ -47,11 +47,11 @@ def part_sizes(
 def piece_table(
     layouts: Sequence[ShardLayout], there: Sequence[Tiling], *, is_receive: bool
 ) -> tuple[int, list[int]]:
-    """Return the pieces of a message as they are on this rank's devices.
+    """Return the places of a message's pieces on this rank's devices.
 
     Returns:
-        How many levels each piece has, and for each piece the fields and levels of a
-        row of `native.abi`.
+        The number of levels of each piece, and for each piece the fields and levels of
+        a row of `native.abi`.
     """
     rows = []
     for number, (layout, far) in enumerate(zip(layouts, there, strict=True)):
@@ -97,7 +97,7 @@ def unpack_pieces(data: Tensor, layout: ShardLayout, there: Tiling) -> list[Tens
     """Return each device's shard of a value, or the one that all hold.
 
     Args:
-        data: What the peer's `pack_pieces` returned.
+        data: The result of the peer's `pack_pieces`.
         layout: Layout of the value on this rank.
         there: Its tiling on the peer.
     """

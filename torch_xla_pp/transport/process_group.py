@@ -5,13 +5,14 @@ tensors go shard by shard: each device's shard to the paired device of the peer'
 world, through the host, so that nothing is gathered. Sends never wait for the
 receiver; receives and collectives end early when a peer fails.
 
-Law: gloo is called past torch's own methods of a group. Those of a Python subclass hold
-the interpreter's lock, even where nothing is overridden, while they wait for a lock of
-gloo's, whose thread may hold it and wait for the interpreter's to drop a tensor.
+Law: gloo is called directly, not by torch's own methods of a group. Those of a Python
+subclass hold the interpreter's lock, even where nothing is overridden, while they wait
+for a lock of gloo's; a thread of gloo may hold that one and wait for the interpreter's
+lock to free a tensor.
 
 Collectives on XLA tensors are meant for values such as losses and gradient norms:
-every rank sends its shards to every other one, and combines what it gets in the order
-of ranks, so that all ranks have the same bits.
+every rank sends its shards to every other one, and combines the received ones in the
+order of ranks, so that all ranks have the same bits.
 
 torch_xla's own backend "xla" is not usable here: it assumes one world of all
 processes and refuses SPMD.
@@ -71,19 +72,19 @@ _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
 class XlaPpProcessGroup(dist.ProcessGroup):
     """A group of ranks, each of which is one SPMD world.
 
-    Made by `torch.distributed.init_process_group("xla_pp")` and `new_group`. A tensor
-    that is received into is filled when the work is waited for. Messages match by tag
-    and, among equals, by order; CPU and XLA tensors never match each other.
+    Made by `torch.distributed.init_process_group("xla_pp")` and `new_group`. The tensor
+    of a receive is filled when the work is waited for. Messages match by tag and, among
+    equals, by order; CPU and XLA tensors never match each other.
 
     Attributes:
         rendezvous: Agreement and errors of the group's ranks.
         wire: Messages of bytes between them.
         mailbox: Message → slot → value, between stages of this rank.
-        unfinished: What threads of the program's own still do with the other ranks.
+        unfinished: Communication that other threads of the program have not finished.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        # Not with the store: torch refuses that for Python subclasses.
+        # Without the store: torch refuses it for Python subclasses.
         super().__init__(rank, size)  # type: ignore[call-arg]
         store = PrefixStore(f"{env.launch()}/", store)
         store_of_gloo = PrefixStore("gloo/", store)
@@ -102,7 +103,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
 
     @functools.cached_property
     def transport(self) -> StageTransport:
-        """Return what sends the values of pipeline stages, made when first asked for.
+        """Return the transport of the values of stages, made at the first call.
 
         Raises:
             TransportError: `TORCH_XLA_PP_TRANSPORT` names one that cannot be had.
@@ -118,7 +119,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Let pending sends arrive and disconnect from the peers.
 
-        Waits for what is unfinished in any group, since groups are left together.
+        Waits for unfinished communication in all groups: all are left together.
         """
         for group in list(_groups()):
             wait(group.unfinished)
@@ -154,7 +155,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         return ReceiveWork(self.wire, tickets, functools.partial(_copy_all, tensors))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
-        """Receive CPU tensors from whichever rank sends first."""
+        """Receive CPU tensors from the rank that sends first."""
         if _any_xla(tensors):
             raise ValueError(
                 "recv: expected a source rank for an XLA tensor, got none. Pass src."
@@ -237,7 +238,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
     def barrier(  # type: ignore[override]
         self, opts: BarrierOptions | None = None
     ) -> dist.Work:
-        """Wait for all ranks, but not for one that is gone."""
+        """Wait for all ranks; raise if one is gone."""
         self.rendezvous.meet("barrier", self._timeout_s)
         return DoneWork()
 
@@ -250,7 +251,7 @@ class XlaPpProcessGroup(dist.ProcessGroup):
         return self._gloo.alltoall_base(*args)
 
     def reduce_scatter(self, *args: Any) -> dist.Work:
-        """Combine CPU tensors of all ranks, of which each gets a part."""
+        """Combine CPU tensors of all ranks; each rank gets a part."""
         return self._gloo.reduce_scatter(*args)
 
     def _share(
@@ -281,9 +282,9 @@ class XlaPpProcessGroup(dist.ProcessGroup):
 
 @functools.cache
 def _groups() -> "weakref.WeakSet[XlaPpProcessGroup]":
-    """Return the groups of this process; its peers are told how it ends.
+    """Return the groups of this process, and report its end to peers.
 
-    An exception that nobody catches is reported in all of them, wherever it was raised.
+    An exception that is not caught is reported in all of them, wherever it was raised.
     """
     found: weakref.WeakSet[XlaPpProcessGroup] = weakref.WeakSet()
     before = sys.excepthook
@@ -292,7 +293,7 @@ def _groups() -> "weakref.WeakSet[XlaPpProcessGroup]":
         for group in list(found):
             group.shutdown()
 
-    # After the thread of the connections was made, hence before that ends.
+    # After the thread of the connections was made, so that this runs before that ends.
     atexit.register(leave)
 
     def report(
@@ -371,7 +372,7 @@ def of_group(group: dist.ProcessGroup | None) -> XlaPpProcessGroup:
 
 
 def explain_backend_xla() -> None:
-    """Let backend "xla" under SPMD say which backend to use.
+    """Let errors of backend "xla" under SPMD name the backend to use.
 
     torch_xla's creator fails with an assertion there; otherwise it is called.
     """

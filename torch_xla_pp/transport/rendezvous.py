@@ -1,16 +1,16 @@
-"""What the ranks of a group tell each other aside from tensors.
+"""The values and reports that the ranks of a group exchange, apart from tensors.
 
 Terms: a *report* says that a rank has failed. A *generation* is the time between two
 failures of the job; its number is the number of failures that a rank has seen. Every
 rank leaves a generation in the same way, by raising once: its own error or the first
-one reported. What belongs to an older generation (rounds, messages) is void, hence a
-step after a failed one never meets leftovers of it.
+one reported. Rounds and messages of an older generation are void, so a step after a
+failed one never sees leftovers of it.
 
-Everything is told to all ranks: along the tree of `Sockets`, each rank passing on what
-it hears. So nobody asks, and a rank that waits is woken by what it waits for or by
-what keeps it from coming. A rank whose connection ends without a farewell is *lost*:
-that is a failure of all, now and in every later generation. One that has *left* is a
-failure only for those that need something from it.
+Everything is broadcast to all ranks: along the tree of `Sockets`, in which each rank
+forwards what it receives. So no rank polls, and a rank that waits is woken by the value
+that it waits for or by the failure that prevents it. A rank whose connection ends
+without a farewell is *lost*: that is a failure of all ranks, now and in every later
+generation. One that has *left* is a failure only for those that need something from it.
 
 Not for large or frequent data: all ranks get it.
 """
@@ -28,27 +28,28 @@ from torch import Tensor
 
 from torch_xla_pp import errors
 from torch_xla_pp.errors import PipelineError, TransportError, TransportTimeout
+from torch_xla_pp.phases import phase
 from torch_xla_pp.transport.activity import Activity
 from torch_xla_pp.transport.sockets import Sockets
 
 POLL_S = 0.2
-_GRACE_S = 0.3  # messages may come after the notice that their sender has left
+_GRACE_S = 0.3  # messages may arrive after the notice that their sender has left
 _REPORT = "xla_pp_report"
 _SHARED_BUILTINS = ("ValueError", "TypeError", "RuntimeError")
 
 
 class Listener(Protocol):
-    """What is told of failures, from any thread; it never waits."""
+    """A listener to failures, called from any thread; it never waits."""
 
     def report(self, generation: int, report: str) -> None:
-        """Take the report that ends a generation, of this rank or of a peer."""
+        """Receive the report that ends a generation, of this rank or of a peer."""
 
     def end(self, generation: int) -> None:
         """Forget a generation that this rank has left."""
 
 
 class _Entry(NamedTuple):
-    """The key of a value: what, of whom, and in which generation, None for any."""
+    """The key of a value: its name, its rank, and its generation, None for any."""
 
     name: str
     rank: int
@@ -56,7 +57,7 @@ class _Entry(NamedTuple):
 
 
 class _Fate(NamedTuple):
-    """The reason why a rank is gone, and since when that is known here."""
+    """The reason why a rank is gone, and the time from which this is known here."""
 
     reason: str
     since_s: float
@@ -65,18 +66,18 @@ class _Fate(NamedTuple):
 class Rendezvous:
     """The agreement of a group's ranks on values, and on each other's errors.
 
-    It is larger than other classes since all of it is one state under one lock: what is
-    waited for ends by a value, by a report, or by the loss of a rank.
+    It is larger than other classes since all of it is one state under one lock: waiting
+    ends by a value, by a report, or by the loss of a rank.
 
     Args:
         sockets: The connections of the group.
         timeout_s: How long to wait for a peer, in seconds, where a call gives no
             other limit.
-        job_rank: Rank of this process in the job, by which peers are told of its
-            errors; None if that is the rank in the group.
+        job_rank: Rank of this process in the job, which reports of its errors name;
+            None if it is the rank in the group.
 
     Attributes:
-        activity: What this rank is doing, for those who are told of an error.
+        activity: The activity of this rank, for reports.
         generation: How many failures of the job this rank has seen.
     """
 
@@ -101,11 +102,11 @@ class Rendezvous:
         self._last = ""
         self._listeners: list[Listener] = []
         self._others: list[Rendezvous] = []
-        sockets.on("control", self._hear)
+        sockets.on("control", self._receive)
         sockets.on_gone(self._lose)
 
     def join(self, listener: Listener) -> None:
-        """Pass the reports that this rank makes or hears on to `listener`, too.
+        """Forward the reports that this rank makes or receives to `listener`, too.
 
         A report is a text of at least four lines: the rank, the type of its error, the
         context, and the error's text.
@@ -113,30 +114,30 @@ class Rendezvous:
         self._listeners.append(listener)
 
     def link(self, other: "Rendezvous") -> None:
-        """Pass failures in this group on to another one of this rank."""
+        """Forward failures in this group to another group of this rank."""
         if other is not self and other not in self._others:
             self._others.append(other)
 
     def name_ranks(self, titles: Mapping[int, str]) -> None:
-        """Say what is on each rank, for the texts of errors."""
+        """Set the names of ranks in the texts of errors."""
         self._titles = dict(titles)
 
     # Values.
 
     def publish(self, name: str, value: Any) -> None:
-        """Give `value`, which must pickle, to every rank that reads `name`."""
+        """Send `value`, which must pickle, to every rank that reads `name`."""
         entry = _Entry(name, self.rank, None)
         data = pickle.dumps(value)
         self._keep(entry, data)
         self._flood("value", *entry, data)
 
     def announce(self, name: str, value: Any) -> None:
-        """Give `value` to every other rank that takes `name` in this generation."""
+        """Send `value` to every other rank that takes `name` in this generation."""
         entry = _Entry(name, self.rank, self.generation)
         self._flood("value", *entry, pickle.dumps(value))
 
     def read(self, name: str, from_rank: int, timeout_s: float | None = None) -> Any:
-        """Wait for what `from_rank` publishes as `name`, and return it.
+        """Wait for the value that `from_rank` publishes as `name`, and return it.
 
         Raises:
             TransportTimeout: It was not published within `timeout_s` seconds.
@@ -148,7 +149,7 @@ class Rendezvous:
         return pickle.loads(self._values[entry])
 
     def take(self, name: str, from_rank: int, timeout_s: float | None = None) -> Any:
-        """Wait for what `from_rank` announces as `name`, and return it, once.
+        """Wait for the value that `from_rank` announces as `name`, and return it, once.
 
         Raises:
             Exception: As by `read`.
@@ -182,15 +183,15 @@ class Rendezvous:
             return [pickle.loads(self._values.pop(entry)) for entry in entries]
 
     def meet(self, name: str, timeout_s: float, value: Any = None) -> list[Any]:
-        """Wait for all ranks, of which some may have to leave a generation yet.
+        """Wait for all ranks, also those that have yet to leave a failed generation.
 
-        A failure that was reported is raised by what it concerns, not here. So another
-        thread than the one that trains may call.
+        Reported failures are raised by the calls that they concern, not here. So a
+        thread other than the one that trains may call.
 
         Args:
             name: Each call with the same name is a new round.
             timeout_s: How long to wait.
-            value: What to tell the others.
+            value: A value for the others.
 
         Returns:
             The `value` of every rank, by rank.
@@ -206,17 +207,18 @@ class Rendezvous:
         self._flood("value", *own, data)
         entries = [own._replace(rank=rank) for rank in range(self.size)]
         self._keep(own, data)
-        self._await(entries, name, timeout_s, heeds_reports=False)
+        self._await(entries, name, timeout_s, raises_reports=False)
         with self._changed:
             return [pickle.loads(self._values.pop(entry)) for entry in entries]
 
+    @phase("other ranks")
     def _await(
         self,
         entries: Collection[_Entry],
         name: str,
         timeout_s: float | None,
         *,
-        heeds_reports: bool = True,
+        raises_reports: bool = True,
     ) -> None:
         """Wait for values."""
 
@@ -224,7 +226,7 @@ class Rendezvous:
             return [entry.rank for entry in entries if entry not in self._values]
 
         def is_over() -> bool:
-            return not self.calm() if heeds_reports else self._lost is not None
+            return not self.calm() if raises_reports else self._lost is not None
 
         def is_there(limit_s: float) -> bool:
             with self._changed:
@@ -239,7 +241,7 @@ class Rendezvous:
             timeout_s,
             lambda: f"{self.titles(missing())}: {name!r}",
             missing,
-            heeds_reports=heeds_reports,
+            raises_reports=raises_reports,
         )
 
     def _keep(self, entry: _Entry, data: bytes) -> None:
@@ -250,10 +252,10 @@ class Rendezvous:
 
     # Failures.
 
-    def tell(self, generation: int, report: str) -> None:
-        """Take the report of a failure; any thread may call.
+    def receive_report(self, generation: int, report: str) -> None:
+        """Receive the report of a failure; any thread may call.
 
-        Of several for one generation the first counts.
+        Of several for one generation, the first counts.
         """
         with self._changed:
             if generation < self.generation or generation in self._told:
@@ -266,31 +268,30 @@ class Rendezvous:
             other.pass_on(report)
 
     def pass_on(self, report: str) -> None:
-        """Report to this group a failure in another group."""
+        """Report a failure in another group to this group."""
         generation = self.generation
         if report == self._last or generation in self._told:
             return
         self._last = report
         self._flood("report", generation, report)
-        self.tell(generation, report)
+        self.receive_report(generation, report)
 
     def report(self, error: BaseException, context: str = "") -> None:
-        """Tell all ranks that this one fails with `error`.
+        """Report to all ranks that this one fails with `error`.
 
-        Of several reports in one generation the first counts. An error that was
-        reported, by this rank or a peer, or was raised because of such a one, is not
-        reported again. One that a peer in another group has reported is passed on.
+        Of several reports in one generation, the first counts. An error that was
+        reported before, by this rank or a peer, or that was caused by such an error, is
+        not reported again. One that a peer in another group has reported is forwarded.
 
         Args:
-            error: What this rank is about to raise.
-            context: What the rank was doing, appended to the text of the peers; by
-                default its activity.
+            error: The error that this rank is about to raise.
+            context: Activity of the rank, appended to the text for the peers; by
+                default the present one.
         """
         if self._is_relayed(error):
             return
-        text = str(error) or type(error).__name__
-        context = (context or str(self.activity)).replace("\n", " ")
-        own = f"{self._job_rank}\n{_shared_type_name(error)}\n{context}\n{text}"
+        context = context or str(self.activity)
+        own = self._report_of(error, context)
         report = _reported(error) or own
         self._last = report
         self._flood("report", self.generation, report)
@@ -300,6 +301,20 @@ class Rendezvous:
         self._advance()
         if context and report == own:
             _note(error, f"On rank {self._job_rank}: {context}.")
+
+    def fail(self, generation: int, error: Exception, context: str) -> None:
+        """Report an error on a thread to all ranks, including this one.
+
+        The next call of each rank raises it, see `check`; any thread may call.
+
+        Args:
+            generation: The generation that has failed.
+            error: The error.
+            context: The activity of the thread.
+        """
+        report = self._report_of(error, context)
+        self._flood("report", generation, report)
+        self.receive_report(generation, report)
 
     @contextmanager
     def reporting(self, context: str = "") -> Iterator[None]:
@@ -311,7 +326,7 @@ class Rendezvous:
             raise
 
     def calm(self) -> bool:
-        """Return whether no failure waits to be raised."""
+        """Return whether there is no failure to be raised."""
         return self.generation not in self._told
 
     def check(self) -> None:
@@ -353,16 +368,16 @@ class Rendezvous:
         missing: Callable[[], str],
         needed: Callable[[], Collection[int]] = tuple,
         *,
-        heeds_reports: bool = True,
+        raises_reports: bool = True,
     ) -> None:
         """Wait for `is_ready`, raising as soon as a peer reports a failure.
 
         Args:
-            is_ready: Gets the number of seconds that it may wait, at most `POLL_S`.
+            is_ready: Takes the number of seconds that it may wait, at most `POLL_S`.
             timeout_s: The limit, by default that of the rendezvous.
             missing: Returns the text to put before the hint when time is up.
             needed: Returns the ranks that must be there.
-            heeds_reports: Whether reports are raised; that a rank is lost always is.
+            raises_reports: Whether reports are raised; the loss of a rank always is.
 
         Raises:
             TransportTimeout: The limit has passed.
@@ -373,7 +388,7 @@ class Rendezvous:
         start_s = time.monotonic()
         while not is_ready(min(POLL_S, max(0.0, start_s + limit_s - time.monotonic()))):
             try:
-                if heeds_reports or self._lost is not None:
+                if raises_reports or self._lost is not None:
                     self.check()
                 self.check_there(needed())
             except Exception as error:
@@ -396,21 +411,21 @@ class Rendezvous:
         few = [self.title(rank) for rank in list(ranks)[:8]]
         return ", ".join([*few, *["and others"] * (len(ranks) > len(few))])
 
-    # Of the thread of the connections.
+    # On the thread of the connections.
 
-    def _hear(self, peer: int, content: Any, parts: list[Tensor]) -> None:
-        """Take what a neighbour tells, and pass it on."""
+    def _receive(self, peer: int, content: Any, parts: list[Tensor]) -> None:
+        """Receive a frame of a neighbour, and forward it."""
         self._flood(*content, except_for=peer)
         what, *fields = content
         if what == "value":
             self._keep(_Entry(*fields[:3]), fields[3])
         elif what == "report":
-            self.tell(*fields)
+            self.receive_report(*fields)
         else:
             self._take_fate(*fields)
 
     def _lose(self, rank: int, reason: str, is_lost: bool) -> None:
-        """Tell the others that the connection to a rank has ended."""
+        """Report to the others that the connection to a rank has ended."""
         self._flood("gone", rank, reason, is_lost)
         self._take_fate(rank, reason, is_lost)
 
@@ -423,7 +438,7 @@ class Rendezvous:
         if is_lost:
             text = self._gone_text(rank)
             self._lost = self._lost or f"\n{TransportError.__name__}\n\n{text}"
-            self.tell(self.generation, self._lost)
+            self.receive_report(self.generation, self._lost)
 
     def _flood(self, *content: Any, except_for: int | None = None) -> None:
         for neighbour in self._sockets.neighbours:
@@ -433,12 +448,17 @@ class Rendezvous:
     # Helpers.
 
     def _gone_of(self, ranks: Collection[int]) -> list[int]:
-        """Return those of some ranks that are gone, once word of it has gone round."""
+        """Return those of some ranks that are gone, after the news has spread."""
         now_s = time.monotonic()
         found = [(rank, self._fates.get(rank)) for rank in ranks]
         return [
             rank for rank, fate in found if fate and now_s >= fate.since_s + _GRACE_S
         ]
+
+    def _report_of(self, error: BaseException, context: str) -> str:
+        text = str(error) or type(error).__name__
+        head = self._job_rank, _shared_type_name(error), context.replace("\n", " ")
+        return "\n".join([*map(str, head), text])
 
     def _gone_text(self, rank: int) -> str:
         reason = self._fates[rank].reason

@@ -16,10 +16,10 @@ _REPLICATED = "{replicated}"
 
 
 class Description(NamedTuple):
-    """What a peer needs to know of an XLA tensor to rebuild it.
+    """The metadata with which a peer can rebuild an XLA tensor.
 
     Attributes:
-        operation: What the sender does with it; collectives compare it.
+        operation: The operation of the sender; collectives compare it.
         shape: Shape of the whole tensor.
         dtype: Its dtype.
         sharding: HLO text of its sharding.
@@ -67,7 +67,7 @@ def pack(tensor: Tensor, operation: str) -> tuple[Description, list[Tensor]]:
 
 
 def unpack(description: Description, parts: Sequence[Tensor]) -> Tensor:
-    """Upload what `pack` gave, with the sharding that it describes."""
+    """Upload the result of `pack`, with the sharding that it describes."""
     shape = description.shard_shape
     shards = [from_bytes(part, shape, description.dtype) for part in parts]
     sharding = xla_compat.sharding_from_args(*parse_sharding(description.sharding))
@@ -75,9 +75,9 @@ def unpack(description: Description, parts: Sequence[Tensor]) -> Tensor:
 
 
 def fill(tensor: Tensor, parcel: Parcel, what: str) -> None:
-    """Give `tensor` the value of a received parcel, in place.
+    """Write the value of a received parcel into `tensor`.
 
-    A tensor that is not split takes over the sender's sharding.
+    A tensor that is not split gets the sender's sharding.
 
     Raises:
         TransportError: Shape, dtype, sharding or number of devices differ.
@@ -100,8 +100,8 @@ def fill(tensor: Tensor, parcel: Parcel, what: str) -> None:
 def assign(tensor: Tensor, value: Tensor) -> None:
     """Write `value` into `tensor`, with its sharding, on the device.
 
-    A copy, as `tensor` may be a parameter, `parameter.data` or a part of another
-    tensor: to exchange the buffers behind it would not reach the others. The program
+    It copies, as `tensor` may be a parameter, `parameter.data` or a part of another
+    tensor: exchanging the buffers behind it would not change the others. The program
     that copies is compiled once for each shape and sharding. A value that does not
     divide evenly becomes replicated: no XLA program has outputs split in that way.
     """
@@ -111,12 +111,12 @@ def assign(tensor: Tensor, value: Tensor) -> None:
 
 
 def check_alike(others: Mapping[int, Description], rank: int, own: Description) -> None:
-    """Check that all ranks do the same with tensors of one kind.
+    """Check that all ranks run the same operation on tensors of one kind.
 
     Args:
-        others: What other ranks do, by rank.
+        others: Descriptions of other ranks, by rank.
         rank: Rank of this process.
-        own: What it does.
+        own: Its own description.
 
     Raises:
         TransportError: They differ.
@@ -136,7 +136,7 @@ def reduce_parts(parts: Sequence[Tensor], dtype: torch.dtype, name: str) -> Tens
 
     Args:
         parts: One rank's shard each, as bytes.
-        dtype: Of the shards.
+        dtype: The dtype of the shards.
         name: SUM, AVG, PRODUCT, MIN or MAX. Half-precision sums are accumulated in
             float32; a sum of bools is "any", their product "all".
     """

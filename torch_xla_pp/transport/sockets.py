@@ -1,18 +1,18 @@
-"""Connections between the ranks of a group, and what goes through them.
+"""Connections between the ranks of a group, and the frames that go through them.
 
 Terms: a *frame* is a kind, a content that pickles, and parts, which are bytes. A rank's
 *neighbours* are its parent and its children in a tree over all ranks, with which it is
-connected from the start; other pairs are connected when one of them first sends.
+connected from the start; other pairs are connected when one of the two first sends.
 
 Laws:
 
 * One thread of the process does all reading and writing, for all groups. The number
-  of connections of a rank grows with those it talks with, not with the group: it has at
-  most `FANOUT` + 1 neighbours.
-* Frames from one rank to another arrive whole and in their order. To send never waits.
-* The end of a connection is the end of its rank: one that leaves says farewell first,
-  one that does not is lost. The system ends the connections of a process that ends in
-  whatever way, also if nobody collects its exit code.
+  of connections of a rank grows with its communication partners, not with the group:
+  it has at most `FANOUT` + 1 neighbours.
+* Frames from one rank to another arrive whole and in order. Sending never waits.
+* The end of a connection is the end of its rank: one that leaves sends a farewell
+  first, one that does not is lost. The system closes the connections of a process that
+  ends in whatever way, even if no process collects its exit code.
 
 A stopped process is not seen here, as its connections stay.
 """
@@ -44,7 +44,7 @@ Traffic = Literal["control", "data"]
 Receiver = Callable[[int, Any, list[Tensor]], None]
 
 FANOUT = 32
-"""How many children a rank has in the tree at most."""
+"""The most children of a rank in the tree."""
 
 TOKEN_BYTES = 16
 
@@ -52,8 +52,8 @@ _KINDS: tuple[Traffic, ...] = ("control", "data")
 _FAREWELL = len(_KINDS)
 _HEAD = struct.Struct("<BQ")  # kind, bytes of the pickled content
 _HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")  # token, rank
-_JOIN_BYTES = 1 << 16  # parts of fewer bytes go together with what is before them
-# A host that is gone is noticed after these seconds, in all.
+_JOIN_BYTES = 1 << 16  # smaller parts are joined with the bytes before them
+# A host that is gone is noticed after these seconds in total.
 _KEEP_ALIVE = {
     socket.TCP_KEEPIDLE: 5,
     socket.TCP_KEEPINTVL: 2,
@@ -68,8 +68,8 @@ _logger = logging.getLogger(__name__)
 class Sockets:
     """The connections between the ranks of one group. All of them must construct it.
 
-    Receivers are called on the thread of the connections, in the order of what happens,
-    and must not wait.
+    Receivers are called on the thread of the connections, in the order of events, and
+    must not wait.
 
     Args:
         store: The store of the group, by which ranks find each other.
@@ -80,7 +80,7 @@ class Sockets:
         rank: As given.
         size: As given.
         neighbours: The ranks that this one is connected with from the start.
-        token: What all ranks of the group know and nobody else.
+        token: Secret of the ranks of the group.
 
     Raises:
         TransportError: The store is gone, or a rank does not join.
@@ -116,15 +116,15 @@ class Sockets:
             self._connect(self.neighbours[0])
 
     def on(self, kind: Traffic, receiver: Receiver) -> None:
-        """Give frames of a kind to `receiver`, with their source; call it early."""
+        """Pass frames of a kind to `receiver`, with their source; call it early."""
         self._receivers[_KINDS.index(kind)] = receiver
 
-    def on_gone(self, tell: Callable[[int, str, bool], None]) -> None:
-        """Call `tell` with a rank that is gone, the reason, and whether it is lost."""
-        self._gone.append(tell)
+    def on_gone(self, receiver: Callable[[int, str, bool], None]) -> None:
+        """Pass each rank that is gone, the reason, and whether it is lost."""
+        self._gone.append(receiver)
 
     def fate(self, peer: int) -> str | None:
-        """Return why a rank is gone, None if it is not, as far as is known here."""
+        """Return why a rank is gone, None if it is not, as far as this rank knows."""
         return self._fates.get(peer)
 
     def is_connected(self, peer: int) -> bool:
@@ -138,7 +138,7 @@ class Sockets:
 
         Args:
             peer: Rank in the group.
-            kind: Which of the peer's receivers gets it.
+            kind: The kind, which selects the peer's receiver.
             content: Any value that pickles.
             parts: Contiguous uint8 CPU tensors; not to be changed afterwards.
 
@@ -158,7 +158,7 @@ class Sockets:
             self.send(peer, kind, content)
 
     def close(self, timeout_s: float) -> bool:
-        """Say farewell to all, once everything was sent; return whether that was so.
+        """Send all frames, then a farewell; return whether all were sent.
 
         Waits at most `timeout_s` seconds.
         """
@@ -185,7 +185,7 @@ class Sockets:
             ) from error
 
     def _connect(self, peer: int) -> "_Link":
-        """Make the connection to a rank that this one sends to first."""
+        """Connect to a rank, as this one is the first to send."""
         port, host = self._look_up(str(peer), peer).decode().split()
         with self._lock:
             if peer in self._links:
@@ -195,7 +195,7 @@ class Sockets:
         return link
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Let the thread of the connections do something; tasks are kept alive."""
+        """Run a task on the thread of the connections, and keep it alive."""
 
         def begin() -> None:
             task = self._loop.create_task(work)
@@ -208,7 +208,7 @@ class Sockets:
     def _owning(self, connection: socket.socket) -> Iterator[None]:
         """Close a socket when the task that reads it ends.
 
-        A closed one must not be waited for: another one may get its number.
+        No task may wait for a closed socket: another one may get its number.
         """
         connection.setblocking(False)
         self._open.add(connection)
@@ -240,7 +240,7 @@ class Sockets:
                 self._start(self._welcome(connection))
 
     async def _welcome(self, connection: socket.socket) -> None:
-        """Take a connection that another rank has made."""
+        """Accept a connection that another rank has made."""
         with self._owning(connection):
             try:
                 _tune(connection)
@@ -258,7 +258,7 @@ class Sockets:
             await self._serve(peer, link, connection)
 
     async def _serve(self, peer: int, link: "_Link", connection: socket.socket) -> None:
-        """Read a connection to its end; write it, too, unless there is another."""
+        """Read a connection to its end; also write to it, unless there is another."""
         if link.connection is not None:
             await self._read_all(peer, connection)
             return
@@ -300,7 +300,7 @@ class Sockets:
                 del data, content, parts
         except OSError as error:
             self._end(peer, f"its connection is lost ({error})", is_lost=True)
-        except Exception as error:  # nobody may wait for what was not understood
+        except Exception as error:  # Receives must end, too.
             _logger.exception("rank %d: a message of rank %d", self.rank, peer)
             self._end(peer, f"its message is not understood ({error})", is_lost=True)
 
@@ -308,7 +308,7 @@ class Sockets:
         """Read so many bytes.
 
         Raises:
-            OSError: The connection has ended before.
+            OSError: The connection ended before.
         """
         data = torch.empty(size, dtype=torch.uint8)
         left = memoryview(data.numpy())  # type: ignore[arg-type]
@@ -320,15 +320,15 @@ class Sockets:
         return data
 
     def _end(self, peer: int, reason: str, *, is_lost: bool) -> None:
-        """Tell once that a rank is gone; on the thread of the connections."""
+        """Report once that a rank is gone; on the thread of the connections."""
         if self._is_closed or peer in self._fates:
             return
         self._fates[peer] = reason
-        for tell in self._gone:
-            tell(peer, reason, is_lost)
+        for receiver in self._gone:
+            receiver(peer, reason, is_lost)
 
     async def _part(self, timeout_s: float) -> bool:
-        """Send all that is to be sent, say farewell and wait for the peers to do so."""
+        """Send all frames and a farewell, and wait for the peers to do so."""
         links = [
             link
             for peer, link in self._links.items()
@@ -342,7 +342,7 @@ class Sockets:
         except TimeoutError:
             return False
         finally:
-            # Nothing that is under way gets lost: what comes in is read to its end.
+            # Incoming frames are read to the end, so that none is lost.
             for connection in self._open:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_WR)
@@ -361,13 +361,13 @@ class Sockets:
 
 
 class _Link:
-    """What is to be sent to one rank; of the thread of the connections.
+    """The frames to be sent to one rank; used on the thread of the connections.
 
     Args:
         is_dialed: Whether this rank makes the connection.
 
     Attributes:
-        connection: Where it goes, None until there is one.
+        connection: The connection to the rank, None until there is one.
         is_dialed: As given.
     """
 
@@ -400,7 +400,7 @@ class _Link:
             self._idle.set()
 
     def end(self) -> None:
-        """Forget what is to be sent, as the peer is gone and needs none of it."""
+        """Drop all frames, as the peer is gone and needs none of them."""
         self._is_over = True
         self._frames.clear()
         self._idle.set()
@@ -441,7 +441,7 @@ def _own_host() -> str:
         with contextlib.suppress(OSError):
             found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM) if host else []
             for family, kind, _, _, address in found:
-                # To connect a datagram socket sends nothing; it only chooses a route.
+                # Connecting a datagram socket sends nothing; it only chooses a route.
                 with socket.socket(family, kind) as probe:
                     probe.connect(address)
                     return str(probe.getsockname()[0])
@@ -464,8 +464,8 @@ def _tune(connection: socket.socket) -> None:
 def _loop() -> asyncio.AbstractEventLoop:
     """Return the loop of the one thread of all connections.
 
-    It ends before the interpreter does: a thread that comes back from C++ code, such as
-    the making of a tensor, while the interpreter goes down would end the process by
+    It ends before the interpreter does: a thread that returns from C++ code, such as
+    the making of a tensor, while the interpreter exits would end the process by
     "terminate called without an active exception".
     """
     loop = asyncio.new_event_loop()
@@ -484,7 +484,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 @functools.cache
 def _all() -> "weakref.WeakSet[Sockets]":
-    """Return those of this process."""
+    """Return the connections of all groups of this process."""
     found: weakref.WeakSet[Sockets] = weakref.WeakSet()
 
     def close_in_child() -> None:

@@ -1,9 +1,9 @@
-"""What stages on different ranks send each other, and who may carry it.
+"""Messages between stages on different ranks, and the protocol of their transports.
 
 All transports keep one protocol; `transport.table` lists them. `in_graph` sends from
-inside the XLA programs, `host` copies through the host program. In both a device's
-shard goes to the paired device of the peer's world where a value is sharded alike on
-the two, and otherwise in the pieces that `mesh.reshard` plans.
+inside the XLA programs, `host` copies through the host program. In both, a device's
+shard goes to the paired device of the peer's world where both shard a value in the same
+way, and otherwise in the pieces that `mesh.reshard` plans.
 """
 
 import hashlib
@@ -22,14 +22,14 @@ from torch_xla_pp.text import type_text
 
 
 class Message(NamedTuple):
-    """The name of what one stage sends another for one microbatch.
+    """The name of a message from one stage to another for one microbatch.
 
     Attributes:
         direction: "F" for values, "B" for their gradients, "S" for sums of gradients:
             of tied parameters in other stages, and of replicas of the stage.
-        stage: Index of the stage that consumes it.
+        stage: Index of the stage that receives it.
         microbatch: Index of the microbatch.
-        origin: Index of the stage that makes it.
+        origin: Index of the stage that sends it.
     """
 
     direction: Direction
@@ -55,7 +55,7 @@ class ShardLayout(NamedTuple):
     Attributes:
         dtype: Its dtype.
         sharding: Its sharding on this rank's devices.
-        tiling: Which part of it each of these devices holds.
+        tiling: The part of it that each of these devices holds.
     """
 
     dtype: torch.dtype
@@ -98,11 +98,11 @@ class ShardLayout(NamedTuple):
 
 
 def digest(layouts: Sequence[ShardLayout], *tilings: Sequence[Tiling]) -> int:
-    """Return a number that differs where two ranks take a message differently.
+    """Return a number that differs if two ranks disagree on a message's layout.
 
     Args:
-        layouts: Those of the values on this rank, of which only the dtypes count.
-        *tilings: Those on the sender and, if not alike, on the receiver.
+        layouts: Layouts of the values on this rank, of which only the dtypes count.
+        *tilings: Tilings on the sender and, if different, on the receiver.
     """
     sides = [[(x.shape, x.grid, x.tiles) for x in side] for side in tilings]
     parts = [str(layout.dtype) for layout in layouts], sides
@@ -113,8 +113,8 @@ def digest(layouts: Sequence[ShardLayout], *tilings: Sequence[Tiling]) -> int:
 class ProgramOps(Protocol):
     """The ops by which a program sends and receives, and the routes that they take.
 
-    A program is traced once; the *route*, an operand of its ops, says in each call
-    which message it is and where to.
+    A program is traced once; the *route*, an operand of its ops, names the message and
+    its destination in each call.
     """
 
     def send_op(
@@ -155,10 +155,10 @@ class ProgramOps(Protocol):
 
 
 class StageTransport(Protocol):
-    """What carries the values of stages to other ranks.
+    """A transport of the values of stages to other ranks.
 
-    Messages match by name and, among equals, by order, however they arrive. Sends
-    never wait for the receiver. Errors may be raised later than by the call that they
+    Messages match by name and, among equals, by order, however they arrive. Sends never
+    wait for the receiver. Errors may be raised by later calls than the one that they
     concern, at the latest by `settle`.
 
     Attributes:
@@ -174,7 +174,7 @@ class StageTransport(Protocol):
     def expect(self, message: Message, peer: int) -> None:
         """Prepare for messages such as `message` from group rank `peer`.
 
-        They may differ from it by the microbatch.
+        They may differ from it in the microbatch.
         """
 
     def send(
@@ -188,8 +188,8 @@ class StageTransport(Protocol):
 
         Args:
             message: Their name.
-            peer: Who gets them.
-            tensors: What to send.
+            peer: The receiver.
+            tensors: The values.
             there: Their tilings on the peer's devices, None for those they have here.
 
         Raises:
@@ -208,9 +208,9 @@ class StageTransport(Protocol):
 
         Args:
             message: Their name.
-            peer: Who sends them.
+            peer: The sender.
             layouts: Their layouts on this rank's devices.
-            there: Their tilings on the peer's, None for alike.
+            there: Their tilings on the peer's, None if they are the same.
 
         Raises:
             TransportError: The message differs from `layouts`, the peer is gone, or
@@ -219,16 +219,15 @@ class StageTransport(Protocol):
         """
 
     def settle(self) -> None:
-        """Wait until all values that were asked for are there.
+        """Wait until all received values are there.
 
         Raises:
-            TransportError: One of them did not come; what was computed from it is
-                void.
+            TransportError: One of them did not come; values computed from it are void.
             Exception: A peer has reported a failure, see `Rendezvous.check`.
         """
 
     def close(self) -> None:
-        """Disconnect from the peers, when what was sent had time to arrive."""
+        """Disconnect from the peers, after messages have had time to arrive."""
 
 
 def no_values(message: Message) -> ValueError:

@@ -1,12 +1,12 @@
-"""How many steps a rank may be ahead of those that take its values.
+"""A bound on the steps that a rank may be ahead of those that receive its values.
 
 Sends never wait, and in `eval` nothing comes back: without a bound the first ranks
-would run as far ahead as there are batches, and what they send would fill the memory of
-the last ones. So every rank tells those that it takes values from when a step is done,
-and a rank begins a step only when all that take its values have done the last but one.
+would run ahead by all batches, and their messages would fill the memory of the last
+ones. So every rank notifies the ranks that it receives values from when a step is done,
+and a rank begins a step only when all receivers of its values have done the last but
+one.
 
-This cannot deadlock: a rank waits only for earlier steps, for which nobody's later ones
-are needed.
+This cannot deadlock: a rank waits only for earlier steps, which need no later ones.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from torch_xla_pp.transport.inbox import Ticket
 from torch_xla_pp.transport.process_group import XlaPpProcessGroup
 
 MOST_STEPS = 2
-"""How many steps a rank may be ahead of another that takes its values."""
+"""How many steps a rank may be ahead of another that receives its values."""
 
 
 class StepsAhead:
@@ -25,8 +25,8 @@ class StepsAhead:
     Args:
         group: The ranks of the pipeline.
         key: Name of the schedule's agreement, equal on all ranks.
-        sources: Ranks that this one takes values from.
-        takers: Ranks that take values of this one.
+        sources: Ranks that this one receives values from.
+        takers: Ranks that receive values of this one.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class StepsAhead:
                 self._group.wire.receive(ticket)
 
     def end_step(self) -> None:
-        """Tell the sources; called when all that this rank takes has arrived."""
+        """Notify the sources; called when all values for this rank have arrived."""
         for rank in self._sources:
-            self._group.wire.tell(rank, self._key)
+            self._group.wire.notify(rank, self._key)
         wire = self._group.wire
         self._ends.append([wire.expect(rank, self._key) for rank in self._takers])

@@ -22,12 +22,12 @@ _logger = logging.getLogger(__name__)
 
 
 class Carriers(NamedTuple):
-    """What a process group has that a transport may be built on.
+    """The parts of a process group that a transport may be built on.
 
     Attributes:
         rendezvous: Agreement and errors of the group's ranks.
         wire: Messages of bytes between them.
-        token: What all members of the job know.
+        token: Secret of the members of the job.
     """
 
     rendezvous: Rendezvous
@@ -37,19 +37,19 @@ class Carriers(NamedTuple):
 
 TRANSPORTS: Mapping[str, Callable[[Carriers], StageTransport]] = {
     "in_graph": lambda group: InGraphTransport(group.rendezvous, group.token),
-    "host": lambda group: HostTransport(group.wire),
+    "host": lambda group: HostTransport(group.wire, group.rendezvous),
 }
-"""Name → what makes the transport for a group, the best first.
+"""Name → constructor of the transport for a group, the best first.
 
-One that cannot be had raises `native.Unavailable`.
+A constructor whose transport is not available raises `native.Unavailable`.
 """
 
 
 def make_transport(group: Carriers) -> StageTransport:
-    """Return the transport that the user asks for, or else the best that can be had.
+    """Return the transport that the user chose, or else the best available one.
 
     Raises:
-        TransportError: `TORCH_XLA_PP_TRANSPORT` names one that cannot be had.
+        TransportError: `TORCH_XLA_PP_TRANSPORT` names one that is not available.
     """
     wanted = env.transport(TRANSPORTS)
     for name in [wanted] if wanted else TRANSPORTS:
@@ -67,7 +67,7 @@ def make_transport(group: Carriers) -> StageTransport:
 
 @functools.cache
 def _warn_of_next(reason: str) -> None:
-    """Say once why the slower transport is used."""
+    """Warn once why the slower transport is used."""
     _logger.warning(
         "Stages send through the host, which is slower than from inside their "
         "programs, because %s.",

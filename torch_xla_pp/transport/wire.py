@@ -5,8 +5,8 @@ holds it. A *key* is any tuple of texts and numbers; messages match by (generati
 source, key) and, among equals, by order. User tags, stage messages and collectives have
 keys that begin with different words.
 
-Law: whatever was sent is taken by the receiver's process at once, whether or not the
-program there asks for it yet. Hence a send never waits for the peer's program.
+Law: the receiver's process takes every message at once, whether or not the program
+there asks for it yet. Hence a send never waits for the peer's program.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class Wire:
 
     Args:
         sockets: The connections of the group.
-        rendezvous: The group's error channel, which ends receives that wait.
+        rendezvous: The rendezvous of the group, whose errors end receives that wait.
     """
 
     def __init__(self, sockets: Sockets, rendezvous: Rendezvous) -> None:
@@ -52,7 +52,7 @@ class Wire:
 
         Args:
             peer: Rank in the group; one's own is allowed.
-            key: What the receiver asks for.
+            key: The key by which the peer receives it.
             header: Any value that pickles.
             parts: Contiguous uint8 CPU tensors; not to be changed afterwards.
 
@@ -60,7 +60,25 @@ class Wire:
             TransportError: The peer has left or its connection is lost.
             Exception: A peer has reported a failure, see `Rendezvous.check`.
         """
-        generation = self._rendezvous.generation
+        try:
+            self.post(self._rendezvous.generation, peer, key, header, parts)
+        except TransportError:
+            self._rendezvous.check()
+            raise
+
+    def post(
+        self,
+        generation: int,
+        peer: int,
+        key: Key,
+        header: Any,
+        parts: Sequence[Tensor],
+    ) -> None:
+        """Send a message of a generation, as `send` does; any thread may call.
+
+        Raises:
+            TransportError: The peer has left or its connection is lost.
+        """
         if peer == self.rank:
             self._inbox.deliver(generation, peer, key, Parcel(header, list(parts)))
             return
@@ -69,8 +87,19 @@ class Wire:
         except TransportError as error:
             raise self._gone(peer, f"send {_name(key)}") from error
 
-    def tell(self, peer: int, key: Key) -> None:
-        """Send an empty message, which a peer that is gone does not need."""
+    def check_there(self, peer: int, key: Key) -> None:
+        """Raise if `peer`, which a message is for, is known to be gone.
+
+        Raises:
+            TransportError: It has left or its connection is lost.
+            Exception: A peer has reported a failure, see `Rendezvous.check`.
+        """
+        self._rendezvous.check()
+        if self._inbox.closed(peer) is not None:
+            raise self._gone(peer, f"send {_name(key)}")
+
+    def notify(self, peer: int, key: Key) -> None:
+        """Send an empty message, unless the peer is gone."""
         with contextlib.suppress(TransportError):
             self._sockets.send(peer, "data", (self._rendezvous.generation, key, None))
 
@@ -95,16 +124,17 @@ class Wire:
             lambda limit_s: self._inbox.wait(ticket, limit_s),
             timeout_s,
             lambda: f"{self._rendezvous.title(source)}: recv {_name(ticket.key)}",
-            # The inbox reports the end of a connected rank, after its messages.
+            # For a connected rank, the inbox reports its end, after its messages.
             lambda: [] if self._sockets.is_connected(source) else [source],
         )
         parcel = self._inbox.take(ticket)
         if parcel is None:
+            self._rendezvous.check()
             raise self._gone(source, f"recv {_name(ticket.key)}")
         return parcel
 
     def report(self, generation: int, report: str) -> None:
-        """Do nothing: who waits looks often."""
+        """Do nothing: receives that wait check often."""
 
     def end(self, generation: int) -> None:
         """Forget the messages of a generation that this rank leaves."""
@@ -126,15 +156,14 @@ class Wire:
                 self._inbox.close(peer, LEFT)
 
     def _gone(self, peer: int, what: str) -> TransportError:
-        """Return the error for a lost peer; raises the peer's own if it told one."""
-        self._rendezvous.check()
+        """Return the error for a peer that is gone."""
         reason = self._inbox.closed(peer) or "the group was left"
         return TransportError(
             f"{what}: {self._rendezvous.title(peer)} is gone: {reason} (seen on rank "
             f"{self.rank}). Look for the first error of rank {peer}."
         )
 
-    # Of the thread of the connections.
+    # On the thread of the connections.
 
     def _arrived(self, peer: int, content: Any, parts: list[Tensor]) -> None:
         generation, key, header = content

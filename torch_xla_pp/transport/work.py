@@ -1,4 +1,4 @@
-"""What torch.distributed's asynchronous calls return for XLA tensors."""
+"""The results of torch.distributed's asynchronous calls for XLA tensors."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,15 +17,15 @@ class DoneWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return that it is; it was before this object was made."""
+        """Return True: the operation ended before this object was made."""
         return True
 
 
 class ReceiveWork(dist.Work):
-    """An operation whose results are put in place when it is waited for.
+    """An operation whose tensors are filled when it is waited for.
 
     Args:
-        wire: Brings the messages.
+        wire: The wire of the messages.
         tickets: The messages that the operation needs.
         finish: Called once with all parcels, in the order of the tickets.
     """
@@ -49,8 +49,7 @@ class ReceiveWork(dist.Work):
             timeout: Limit for each message; zero stands for the group's limit.
 
         Raises:
-            TransportTimeout: A message did not come in time. Waiting may be tried
-                again.
+            TransportTimeout: A message did not come in time. Waiting may be repeated.
             TransportError: A peer is gone, or the tensors do not fit.
             Exception: A peer has reported a failure, see `Rendezvous.check`.
         """

@@ -1,4 +1,4 @@
-"""What grows with the rows of a microbatch, and what does not.
+"""Amounts with a part that grows with the rows of a microbatch.
 
 A *row* is an item of a batch's first dimension.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Amount:
-    """A number of bytes: so many for each row, and so many whatever the rows.
+    """A number of bytes: some for each row, and a fixed part.
 
     Raises:
         ValueError: One of them is negative or no number.
@@ -35,7 +35,7 @@ class Amount:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """What one run of an operation computes and moves.
+    """The FLOPs and bytes of one run of an operation.
 
     Args:
         flops_per_row: Floating-point operations for each row.

@@ -1,16 +1,16 @@
 """Models with more layers than were traced, by repeating one of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch_xla_pp.work.works import Work, WorkValue
+from torch_xla_pp.work.works import ParameterDim, Work, WorkValue, renamed_dims
 
 LayeredParts = tuple[tuple[Work, ...], tuple[WorkValue, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class LayeredModel:
-    """A model of which a layer may be repeated.
+    """A model whose layers may be repeated.
 
     Args:
         works: Its works, in program order.
@@ -25,18 +25,18 @@ class LayeredModel:
     def repeated(self, path: str, count: int) -> LayeredParts:
         """Return works and values of a model that has more equal layers in a row.
 
-        Two neighbours that cost the same are looked for, of which the second takes
-        values of the first and of what both use; copies of the second are put between
-        them. Works of no layer, such as one with a border of layers in its middle,
-        stay as they are.
+        It looks for two adjacent layers of equal cost, of which the second uses values
+        of the first and values that both use, and puts copies of the second between
+        them. Works that belong to no layer, such as one across the border of two
+        layers, are left as they are.
 
         Args:
             path: Path of the layers, such as "layers" for `layers.0`, `layers.1`, …
             count: How many there are to be in all.
 
         Raises:
-            ValueError: There are no such layers, more of them already, or no two are
-                equal neighbours.
+            ValueError: There are no such layers, more of them already, or no two
+                adjacent ones are equal.
         """
         layers = _layers_of(self, path)
         if not layers or count < len(layers):
@@ -67,7 +67,7 @@ def _layers_of(model: LayeredModel, path: str) -> dict[int, list[Work]]:
 
 
 def _number(name: str, path: str) -> int | None:
-    """Return the number of the layer that a name is in."""
+    """Return the number of a name's layer."""
     if not name.startswith(f"{path}."):
         return None
     word = name.removeprefix(f"{path}.").split(".")[0]
@@ -77,7 +77,7 @@ def _number(name: str, path: str) -> int | None:
 def _are_equal(
     model: LayeredModel, layers: Mapping[int, Sequence[Work]], number: int
 ) -> bool:
-    """Tell if a layer and the next one cost the same and are linked as a chain."""
+    """Return whether a layer and the next one cost the same and form a chain."""
     first, second = layers[number], layers.get(number + 1, ())
     if [work.digest for work in first] != [work.digest for work in second]:
         return False
@@ -104,7 +104,7 @@ def _made(model: LayeredModel, works: Sequence[Work]) -> list[WorkValue]:
 
 
 class _Repeats:
-    """Puts copies of a layer between the one before and itself.
+    """Copies of a layer, put between the one before and itself.
 
     Args:
         model: The model.
@@ -144,7 +144,11 @@ class _Repeats:
             *(self._moved(work) for work in model.works[place:]),
         ]
         order = {work.name: number for number, work in enumerate(works)}
-        longer = [v for value in model.values for v in self._values(value)]
+        longer = [
+            v
+            for value in model.values
+            for v in self._values(value, renamed_dims(value.dims, self._later))
+        ]
         values = [
             replace(
                 value,
@@ -160,12 +164,15 @@ class _Repeats:
     def _copies(self) -> range:
         return range(1, self._added + 1)
 
-    def _values(self, value: WorkValue) -> list[WorkValue]:
-        """Return a value, and what copies make in place of it."""
+    def _values(
+        self, value: WorkValue, dims: tuple[ParameterDim, ...]
+    ) -> list[WorkValue]:
+        """Return a value with new dimensions, and what copies make in place of it."""
+        value = replace(value, dims=dims)
         if value.name in self._twins:
             return [self._passed_on(value, value, 0), *self._copied(value)]
         if value.producer in self._inside:
-            return [value]
+            return [replace(value, view_of=self._whole(value, self._added + 1))]
         shared = [n for n in value.users if n in self._inside]
         kept = [n for n in value.kept_by if n in self._inside]
         passed = [n for n in value.passed_by if n in self._inside]
@@ -182,7 +189,7 @@ class _Repeats:
         return [_copy(name, n) for n in self._copies for name in works]
 
     def _copied(self, value: WorkValue) -> list[WorkValue]:
-        """Return the twin of a value of the layer before for each copy."""
+        """Return for each copy the counterpart of a value of the layer before."""
         twin = self._twins[value.name]
         found = []
         for number in self._copies:
@@ -190,6 +197,7 @@ class _Repeats:
                 tuple(_copy(n, number) for n in names if n in self._inside)
                 for names in (twin.users, twin.kept_by, twin.passed_by)
             )
+            place = self._number + number - 1
             inside = replace(
                 twin,
                 name=_copy(twin.name, number),
@@ -197,12 +205,28 @@ class _Repeats:
                 users=users,
                 kept_by=kept,
                 passed_by=passed,
+                dims=renamed_dims(twin.dims, self._in_copy(place)),
+                view_of=self._whole(twin, number),
             )
             found.append(self._passed_on(inside, value, number))
         return found
 
+    def _whole(self, value: WorkValue, number: int) -> str | None:
+        """Return what a value of a copy of the layer is a view of.
+
+        Args:
+            value: The value of the layer.
+            number: Number of the copy; the layer itself follows the last.
+        """
+        whole = value.view_of
+        if whole in self._twins:
+            return _copy(self._twins[whole].name, number - 1) if number > 1 else whole
+        own = {twin.name for twin in self._twins.values()}
+        is_copied = whole in own and number <= self._added
+        return _copy(whole, number) if whole and is_copied else whole
+
     def _passed_on(self, value: WorkValue, like: WorkValue, number: int) -> WorkValue:
-        """Let the layer after the copy use a value as the second uses the first's."""
+        """Let the layer after a copy use its values as the second uses the first's."""
         last = number == self._added
 
         def after(names: Sequence[str]) -> list[str]:
@@ -223,16 +247,15 @@ class _Repeats:
     def _work(self, work: Work, number: int) -> Work:
         """Return a copy of a work."""
         place = self._number + number - 1
+        renamed = work.renamed(self._in_copy(place))
         parameters = tuple(
             replace(
-                p,
-                name=self._renumbered(p.name, place),
-                tied=_copy(p.tied, number) if p.tied in self._own_ties else p.tied,
+                p, tied=_copy(p.tied, number) if p.tied in self._own_ties else p.tied
             )
-            for p in work.parameters
+            for p in renamed.parameters
         )
         return replace(
-            work,
+            renamed,
             name=_copy(work.name, number),
             ops=tuple(_copy(op, number) for op in work.ops),
             module=self._renumbered(work.module, place),
@@ -240,16 +263,28 @@ class _Repeats:
         )
 
     def _moved(self, work: Work) -> Work:
-        """Number the modules of a later work anew."""
+        """Renumber the modules of a later work."""
         number = _number(work.module, self._path)
         if number is None or number < self._number:
             return work
-        place = number + self._added
-        parameters = tuple(
-            replace(p, name=self._renumbered(p.name, place)) for p in work.parameters
-        )
-        module = self._renumbered(work.module, place)
-        return replace(work, module=module, parameters=parameters)
+        module = self._renumbered(work.module, number + self._added)
+        return replace(work.renamed(self._later), module=module)
+
+    def _in_copy(self, place: int) -> Callable[[str], str]:
+        """Return what names the parameters of the layer as those of a copy of it."""
+
+        def name_of(name: str) -> str:
+            is_own = _number(name, self._path) == self._number
+            return self._renumbered(name, place) if is_own else name
+
+        return name_of
+
+    def _later(self, name: str) -> str:
+        """Return the name of a parameter that comes after the copies."""
+        number = _number(name, self._path)
+        if number is None or number < self._number:
+            return name
+        return self._renumbered(name, number + self._added)
 
     def _renumbered(self, name: str, number: int) -> str:
         old = _number(name, self._path)

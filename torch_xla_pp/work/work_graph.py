@@ -2,10 +2,10 @@
 
 Terms: a *work* is one operation of the exported model, or several that must stay
 together or are too small to be cut apart. A *value* is a tensor that one work makes, or
-the model is given, and other works use. Rows are those of a microbatch.
+that is an input of the model, and that other works use. Rows are those of a microbatch.
 
 Laws: every work is named once, and so is every operation; works are in program order,
-so that a value goes to later works only, and there is no cycle.
+so that values go to later works only, and there is no cycle.
 """
 
 import hashlib
@@ -29,13 +29,13 @@ class WorkGraph:
 
     Args:
         works: All works, in program order.
-        values: What goes between them, into the first and out of the last ones.
+        values: The values between them, the inputs and the outputs.
         rows: Rows with which the model was traced.
         outputs: Names of the values that the model returns.
-        op_digests: Name of each operation → a text of what it is and what it takes,
-            and the same of what the model returns; empty if nothing was traced.
+        op_digests: Name of each operation → its digest, with one for the model's
+            results; empty if nothing was traced.
         unknown_ops: Operations whose FLOPs are unknown → their share of all bytes.
-        has_loss: Whether the cost of the loss is in that of the last work.
+        has_loss: Whether the cost of the loss is included in that of the last work.
         source: Where it comes from, for printing.
 
     Raises:
@@ -74,7 +74,7 @@ class WorkGraph:
 
     @cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """Places of each work and one that uses a value of it, in order."""
+        """Pairs of the places of a work and of one that uses its values, in order."""
         index = self.index
         return tuple(
             sorted(
@@ -94,9 +94,9 @@ class WorkGraph:
 
     @cached_property
     def digest(self) -> str:
-        """A text of operations, edges and parameters' shapes, but of no batch.
+        """A text of operations, edges and parameters' shapes, independent of the batch.
 
-        Of a traced model it does not depend on how operations are put into works.
+        For a traced model it does not depend on how operations are grouped into works.
         """
         held = {
             (p.name, p.shape, p.dtype) for work in self.works for p in work.parameters
@@ -119,7 +119,7 @@ class WorkGraph:
         Its program runs with the backward of the work that makes the last output.
 
         Args:
-            cost: What the loss and its gradient cost together.
+            cost: The cost of the loss and its gradient together.
 
         Raises:
             ValueError: No work makes an output, or there is a loss already.
@@ -140,8 +140,8 @@ class WorkGraph:
     def repeated(self, path: str, count: int) -> "WorkGraph":
         """Return the work of a model that has more equal layers in a row.
 
-        For plans of deep models that are not there: costs are those of the layers that
-        were traced, and operations have names that no model has.
+        For plans of deep models that were not traced: costs are those of the traced
+        layers, and operations have names that no model has.
 
         Args:
             path: Path of the layers, such as "layers" for `layers.0`, `layers.1`, …
@@ -190,7 +190,7 @@ def closure_of(edges: Sequence[tuple[int, int]], count: int) -> tuple[int, ...]:
 
 
 def _name_faults(graph: WorkGraph) -> Iterator[str]:
-    """Find names that are there twice, and counts below one."""
+    """Find repeated names, and counts below one."""
     if graph.rows < 1:
         yield f"expected at least 1 row, got {graph.rows}. Trace it with a batch."
     if not graph.works:
@@ -213,7 +213,7 @@ def _name_faults(graph: WorkGraph) -> Iterator[str]:
 
 
 def _value_faults(graph: WorkGraph) -> Iterator[str]:
-    """Find works and values that are not there, and edges that lead backward."""
+    """Find unknown works and values, and edges that lead backward."""
     places = {work.name: place for place, work in enumerate(graph.works)}
     for value in graph.values:
         own = {*value.users, *([] if value.producer is None else [value.producer])}
@@ -234,8 +234,34 @@ def _value_faults(graph: WorkGraph) -> Iterator[str]:
                     f"{name}. Order the works by data flow, and join works that are in "
                     "a cycle."
                 )
+    yield from _view_faults(graph)
     for name in sorted(set(graph.outputs) - {value.name for value in graph.values}):
         yield f"expected outputs among the values, got {name}. Add it to the values."
+
+
+def _view_faults(graph: WorkGraph) -> Iterator[str]:
+    """Find views of values that their producers do not have, and views in a circle."""
+    known = {value.name: value for value in graph.values}
+    for value in graph.values:
+        if value.view_of is None:
+            continue
+        whole = known.get(value.view_of)
+        makers = () if whole is None else (whole.producer, *whole.users)
+        if value.producer is None or value.producer not in makers:
+            yield (
+                f"value {value.name}: expected it to be a view of a value that "
+                f"{value.producer or 'a work'} makes or uses, got {value.view_of}. "
+                "Correct one."
+            )
+        seen = {value.name}
+        while whole is not None and whole.name not in seen:
+            seen.add(whole.name)
+            whole = known.get(whole.view_of or "")
+        if whole is not None:
+            yield (
+                f"value {value.name}: expected views of other values, got views of one "
+                f"another: {', '.join(sorted(seen))}. Make one of them no view."
+            )
 
 
 def _tie_faults(works: Sequence[Work]) -> Iterator[str]:

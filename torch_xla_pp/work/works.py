@@ -1,9 +1,54 @@
 """The parts of a work graph: works, their parameters, and values between them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from torch_xla_pp.work.amount import Amount, Cost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterDim:
+    """A dimension of a parameter, which stands for dimensions of values, too.
+
+    A value that is computed of a matrix is split where a dimension of the matrix is.
+
+    Args:
+        parameter: Name of the parameter.
+        dim: Which of its dimensions.
+    """
+
+    parameter: str
+    dim: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkSum:
+    """What a work adds up over devices if a dimension that it sums over is split.
+
+    Args:
+        when: "F", "I" or "W".
+        dims: The dimensions that it sums over, of one factor and of the other.
+        size: Size of the result.
+    """
+
+    when: str
+    dims: tuple[ParameterDim, ...]
+    size: Amount
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkPart:
+    """What a work keeps of values with some dimensions, a part of all that it keeps.
+
+    Args:
+        dims: Those of the values' dimensions that parameters have, too.
+        saved: Of `Work.saved`.
+        passed: Of `Work.passed`.
+    """
+
+    dims: tuple[ParameterDim, ...]
+    saved: Mapping[str, Amount]
+    passed: Mapping[str, Amount]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +62,8 @@ class WorkParameter:
         bytes: Its size.
         tied: Name of its group if several works use it, else None. It is equal in
             all works that share it.
+        read_by: Which of "F", "I" and "W" read it.
+        looked_up: Size of what F looks up in it, if it is a table; else None.
     """
 
     name: str
@@ -24,6 +71,8 @@ class WorkParameter:
     dtype: str
     bytes: int
     tied: str | None = None
+    read_by: tuple[str, ...] = ("F", "I")
+    looked_up: Amount | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,14 +82,18 @@ class WorkValue:
     Args:
         name: FX node name.
         bytes_per_row: Its size for each row; 0 if the batch is not in it.
-        bytes: Its size besides, whatever the rows.
+        bytes: Its fixed size, whatever the rows.
         has_gradient: Whether its users send a gradient of the same size back.
         producer: Name of the work that makes it, None for an input of the model.
-        users: Names of the works that use it, in program order.
+        users: Names of the works that use it, in program order; none for one of
+            which they use views alone.
         kept_by: Names of those works, users or the producer, whose backward reads
             it: a stage with one of them keeps the value, once, from F to B or I.
         passed_by: Names of those whose W reads it: a stage with one of them keeps it
             from I to W.
+        dims: Those of its dimensions that parameters have, too.
+        view_of: Name of the value that it is a view of, None if it is one of its own.
+            A stage with its producer keeps that value in its place.
     """
 
     name: str
@@ -51,6 +104,8 @@ class WorkValue:
     users: tuple[str, ...]
     kept_by: tuple[str, ...] = ()
     passed_by: tuple[str, ...] = ()
+    dims: tuple[ParameterDim, ...] = ()
+    view_of: str | None = None
 
     @property
     def size(self) -> Amount:
@@ -74,13 +129,15 @@ class Work:
         forward: Cost of F.
         backward_input: Cost of I.
         backward_weight: Cost of W; B costs as much as I and W.
-        saved: How much to compute again, "none" or "full" → what is kept from F to B
-            or I. Values between works are not in it: see `WorkValue.kept_by`.
-        passed: The same → what is kept from I to W: what W reads of what was saved,
-            and of what I has computed. Values between works are not in it, either. I
-            computes again all that other works of a stage are made of, so that "full"
-            counts for its last ones only.
-        parameters: What it uses.
+        saved: Remat, "none" or "full" → bytes kept from F to B or I, without values
+            between works: see `WorkValue.kept_by`.
+        passed: The same → bytes kept from I to W: those that W reads of saved values,
+            and of values that I has computed, also without values between works. I
+            computes again all operands of other works of a stage, so that "full"
+            counts for its last works only.
+        parameters: The parameters that it uses.
+        sums: Its sums over devices if parameters are split.
+        parts: The values that it keeps, where parameters say how they are split.
     """
 
     name: str
@@ -93,3 +150,46 @@ class Work:
     saved: Mapping[str, Amount]
     passed: Mapping[str, Amount] = field(default_factory=_nothing)
     parameters: tuple[WorkParameter, ...] = ()
+    sums: tuple[WorkSum, ...] = ()
+    parts: tuple[WorkPart, ...] = ()
+
+    def renamed(self, name_of: Callable[[str], str]) -> "Work":
+        """Return the work with other names of parameters.
+
+        Args:
+            name_of: Takes a name and returns the new one.
+        """
+        return replace(
+            self,
+            parameters=tuple(replace(p, name=name_of(p.name)) for p in self.parameters),
+            sums=tuple(
+                replace(one, dims=renamed_dims(one.dims, name_of)) for one in self.sums
+            ),
+            parts=tuple(
+                replace(one, dims=renamed_dims(one.dims, name_of)) for one in self.parts
+            ),
+        )
+
+
+def renamed_dims(
+    dims: Iterable[ParameterDim], name_of: Callable[[str], str]
+) -> tuple[ParameterDim, ...]:
+    """Return dimensions of parameters that have other names."""
+    return tuple(replace(dim, parameter=name_of(dim.parameter)) for dim in dims)
+
+
+def added_parts(parts: Iterable[WorkPart]) -> tuple[WorkPart, ...]:
+    """Add up the parts that have the same dimensions."""
+    found: dict[tuple[ParameterDim, ...], WorkPart] = {}
+    for part in parts:
+        old = found.get(part.dims)
+        found[part.dims] = part if old is None else _added(old, part)
+    return tuple(found.values())
+
+
+def _added(one: WorkPart, other: WorkPart) -> WorkPart:
+    saved, passed = (
+        {remat: own[remat] + more[remat] for remat in own}
+        for own, more in ((one.saved, other.saved), (one.passed, other.passed))
+    )
+    return replace(one, saved=saved, passed=passed)

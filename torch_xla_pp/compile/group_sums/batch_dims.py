@@ -1,16 +1,16 @@
 """Follow the batch through a graph.
 
-A value's batch has a *place*: the dimension that it is in, and how many entries of that
-dimension come for each step of the batch's leading part, see `Place`. Merged dimensions
-keep it: rows and sequence in one dimension, or heads and rows.
+A value's batch has a *place*: the dimension that it is in, and the product of the sizes
+that are merged into that dimension before it, see `Place`. Merged dimensions keep it:
+rows and sequence in one dimension, or heads and rows.
 
-What is found says how a sum over the batch is best cut into groups. It may be wrong or
-missing without harm to numbers: a sum may be cut anywhere.
+Places show how a sum over the batch is best cut into groups. A wrong or missing place
+does not change results: a sum may be cut anywhere.
 """
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch_xla_pp.compile.ops import permutation, views, wrapped
 
 _aten = torch.ops.aten
 
-_REDUCTIONS = frozenset(
+REDUCTIONS = frozenset(
     {
         _aten.amax.default,
         _aten.amin.default,
@@ -34,7 +34,7 @@ _REDUCTIONS = frozenset(
 
 
 class Place(NamedTuple):
-    """Where in a value the batch is.
+    """The place of the batch in a value.
 
     Attributes:
         dim: The dimension that it is part of.
@@ -48,20 +48,27 @@ class Place(NamedTuple):
 Places = dict[fx.Node, Place]
 
 
-def batch_places(graph: fx.Graph, known: Mapping[fx.Node, Place], size: int) -> Places:
+def batch_places(
+    graph: fx.Graph,
+    known: Mapping[fx.Node, Place],
+    size: int,
+    settled: Collection[fx.Node] = (),
+) -> Places:
     """Find the place of the batch in the values of a graph.
 
     Args:
         graph: Its nodes have metadata of their values.
         known: The places in some placeholders; others have no batch.
         size: The number of groups that the batch is cut into.
+        settled: Nodes for which `known` has the last word, whatever they compute.
 
     Returns:
         The places in the values that have a batch.
     """
     places: Places = dict(known)
     for node in graph.nodes:
-        if node.op != "call_function" or not shape_of(node):
+        is_found = node.op == "call_function" and node not in settled
+        if not is_found or not shape_of(node):
             continue
         place = _place(node, places)
         if place is not None and _has_groups(node, place, size):
@@ -188,7 +195,7 @@ def _multiplied(node: fx.Node, places: Places) -> Place | None:
 
 _RULES: dict[Any, Callable[[fx.Node, Places], Place | None]] = {
     **dict.fromkeys(views("view", "squeeze"), _reshaped),
-    **dict.fromkeys(_REDUCTIONS, _reduced),
+    **dict.fromkeys(REDUCTIONS, _reduced),
     **dict.fromkeys((_aten.mm.default, _aten.bmm.default), _multiplied),
     **dict.fromkeys((_aten.addmm.default, _aten.baddbmm.default), _multiplied),
     **dict.fromkeys(views("expand"), _expanded),

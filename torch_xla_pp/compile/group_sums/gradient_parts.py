@@ -1,10 +1,10 @@
 """Values as sums of parts, one for each group of rows of a batch.
 
 The *parts* of a value are a value with a first dimension of one entry per group, whose
-sum over that dimension is the value. They are found on the way back from the value:
-through operations that are linear, to those that sum over the batch, which are cut into
-groups. The law: parts add up to the value whatever the module computes, since both
-kinds of operations are known one by one; at any other operation the way ends.
+sum over that dimension is the value. They are found by following the graph back from
+the value: through linear operations, to those that sum over the batch, which are cut
+into groups. The law: parts add up to the value whatever the module computes, since both
+kinds of operations are known one by one; the search ends at any other operation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +27,12 @@ class GradientParts:
         joint: The graph.
         rows: The groups.
         places: Where values have the batch.
-        rules: Operation → how the parts of its result come about.
+        rules: Operation → the rule that makes the parts of its result.
 
     Attributes:
         rows: The groups.
         places: Where values have the batch.
-        stopped: Value without parts → the operation at which the way back ended.
+        stopped: Value without parts → the operation at which the search ended.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class GradientParts:
         self.stopped: dict[fx.Node, str] = {}
 
     def of(self, node: fx.Node) -> fx.Node | None:
-        """Return the parts of a value, None if there is no way to them."""
+        """Return the parts of a value, None if it has none."""
         if node not in self._known:
             rule = self._rules.get(node.target) if _is_float(node) else None
             found = None if rule is None else rule(self, node)

@@ -22,13 +22,13 @@ from torch_xla_pp.compile.joint_graph import JointGraph
 
 
 class Grouping(NamedTuple):
-    """How gradients are summed up per group of rows.
+    """The gradients that are summed up per group of rows, and the groups.
 
     Attributes:
         rows: The groups.
-        dims: Role of an input or tangent → the dimension in which it has the batch.
-        sums: Role of a parameter → sharding of the sums of its gradient; those that
-            are left out keep one sum.
+        dims: Role of an input or tangent → the dimension of the batch.
+        sums: Role of a parameter → sharding of the sums of its gradient; parameters
+            that are left out have one sum.
     """
 
     rows: RowGroups
@@ -44,7 +44,7 @@ def group_gradients(joint: JointGraph, grouping: Grouping) -> dict[str, str]:
         grouping: Which gradients, and the groups.
 
     Returns:
-        Role → why not, for the parameters whose gradient stays what it is.
+        Role → reason, for the parameters whose gradient is not replaced.
     """
     rows = grouping.rows
     known = {

@@ -1,4 +1,4 @@
-"""Which gradients of a stage are summed up per group of rows, and how."""
+"""The choice of gradients of a stage that are summed up per group of rows."""
 
 from collections.abc import Mapping, Sequence
 

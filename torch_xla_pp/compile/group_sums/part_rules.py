@@ -1,4 +1,4 @@
-"""How the parts of an operation's result come about, see `group_sums.gradient_parts`.
+"""Rules that make the parts of an operation's result, see `group_sums.gradient_parts`.
 
 A rule takes the node of an operation. It returns the node of its parts, or None if it
 has none: because its operand has none, or because the operation is used in a way that
@@ -50,7 +50,7 @@ def _expanded(parts: GradientParts, node: fx.Node) -> fx.Node | None:
 
 
 def _aligned(parts: GradientParts, node: fx.Node, operand: fx.Node) -> fx.Node | None:
-    """Return an operand's parts, with as many dimensions as those of the result."""
+    """Return an operand's parts, with as many dimensions as the result's parts have."""
     found, shape, count = parts.of(operand), shape_of(operand), len(shape_of(node))
     if found is None or len(shape) == count:
         return found
@@ -176,7 +176,7 @@ def _taken(parts: GradientParts, node: fx.Node) -> fx.Node | None:
         return None
     grad, value, *_ = source.args
     place = parts.places.get(grad)
-    # Rows are in dimension 0; a sum over others is not a sum of parts.
+    # Rows are in dimension 0; a sum over other dimensions is not a sum of parts.
     if place is None or place.dim != 0:
         return None
     return _applied(parts, node, source, item, grad, [value])
@@ -192,8 +192,8 @@ def _applied(
 ) -> fx.Node | None:
     """Let each device run an operation that sums over the rows of a gradient.
 
-    The gradient has rows where all other operands have them; or it is a sum over the
-    rows already, and each device runs the operation on its part of that.
+    The gradient has rows if all other operands have; or it is a sum over the rows
+    already, and each device runs the operation on its part of that sum.
     """
     place, own = parts.places.get(grad), [parts.places.get(n) for n in others]
     args: Any = op.args

@@ -1,8 +1,8 @@
 """Sums over the rows of a batch, kept apart for each group of rows.
 
-A *group* is what one step of the mesh along the batch axis has of a batch. A sum of
-these files has a first dimension of one entry per group, split over that axis, so
-that each device adds up what it has and exchanges nothing.
+A *group* is the part of a batch that the devices at one position along the batch axis
+hold. A sum per group has a first dimension of one entry per group, split over that
+axis, so that each device adds up its own part and exchanges nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.group_sums.batch_dims import Place
 
 WHOLE, PARTS = -1, -2
-"""What an operand of `RowGroups.apply` may be instead of a dimension."""
+"""What `RowGroups.apply` accepts for an operand in place of a dimension."""
 
 
 class RowGroups:
@@ -76,7 +76,7 @@ class RowGroups:
     ) -> Tensor:
         """Run an operation on each device's rows: one whose results add up.
 
-        Axes of the mesh other than the batch axis do the same work.
+        Devices along axes other than the batch axis do the same work.
 
         Args:
             op: The operation.

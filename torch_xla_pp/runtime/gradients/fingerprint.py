@@ -1,4 +1,4 @@
-"""Texts by which ranks tell whether they hold equal values."""
+"""Texts by which ranks compare the values that they hold."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,7 @@ def fingerprint(value: Tensor, parts: Iterable[Tensor], sharding: str = "") -> s
     Args:
         value: Only its metadata counts.
         parts: Its data, on the host.
-        sharding: Its sharding, if that is to count.
+        sharding: Its sharding, if that is to be compared, too.
     """
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:

@@ -1,4 +1,4 @@
-"""From the sums of gradients that a stage has at the end of a step to `.grad`."""
+"""The end of a step: from a stage's sums of gradients to `.grad`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from torch_xla_pp.transport import XlaPpProcessGroup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageGradients:
-    """The gradients of a stage, and who else has some of its parameters.
+    """The gradients of a stage, including those from other stages and replicas.
 
     Args:
-        sums: The sums of its own.
+        sums: Its own sums.
         group: The ranks of its pipeline.
         tied: Its parameters that other stages have copies of.
         replicas: The same stage of other pipelines, None if there are none.
@@ -27,9 +27,9 @@ class StageGradients:
     replicas: Replicas | None
 
     def end_backwards(self, programs: StagePrograms) -> None:
-        """Finish what the stage does alone, and send it; after its last backward.
+        """Finish the stage's own sums, and send them; after its last backward.
 
-        What the devices of this rank have is added up. The sums travel to the
+        The parts on the devices of this rank are added up. The sums are sent to the
         other replicas while other stages still compute.
         """
         self.sums.reduce(programs)
@@ -38,10 +38,10 @@ class StageGradients:
 
 
 def combine(stages: Sequence[StageGradients]) -> None:
-    """Add up what others have; all stages of a rank send, then receive.
+    """Add the gradients of others; all stages of a rank send, then receive.
 
-    A replica has its averages only once each other one knows that nothing went wrong
-    in its own pipeline: a lost message would be NaN in them.
+    A replica gets its averages only after every other one has checked that its own
+    pipeline had no failure: a lost message would be NaN in them.
 
     Args:
         stages: Those of the rank; all or none have replicas.

@@ -20,12 +20,12 @@ def clip_grad_norm_(
     """Scale the gradients of a pipeline so that their norm is at most `max_norm`.
 
     As `torch.nn.utils.clip_grad_norm_`, for the parameters of all stages as one
-    vector; those that several stages have copies of are counted once. All ranks of the
+    vector; parameters that several stages have copies of count once. All ranks of the
     pipeline's group must call it, after a step. Waits for the step.
 
     Args:
         stages: All stages of this rank.
-        max_norm: The largest norm to be left.
+        max_norm: The largest norm after the scaling.
         norm_type: Which p-norm, may be `math.inf`.
         error_if_nonfinite: Whether a norm that is not finite is an error.
 

@@ -15,8 +15,8 @@ Laws:
 * A mean is computed once, in the order of replicas, and sent to the others. So the
   gradients of all replicas are equal to the bit.
 * Three programs run one after the other: `split` sends, `mean` receives and sends,
-  `join` receives. What one receives was sent by the peers' programs before it, so none
-  waits for what its own device does later.
+  `join` receives. Each receives messages that the peers' earlier programs sent, so none
+  waits for a later program of its own device.
 """
 
 import math
@@ -105,11 +105,11 @@ class Replicas:
             self.forget()
 
     def forget(self) -> None:
-        """Drop what a step has left."""
+        """Drop the leftovers of a step."""
         self._current, self._own = None, {}
 
     def _means_of(self, grads: Mapping[str, Tensor]) -> "ReplicaMeans":
-        """Return what averages gradients such as these, made when new."""
+        """Return the programs that average such gradients, made when needed first."""
         names = tuple(sorted(grads))
         if names not in self._means:
             layouts = {name: ShardLayout.of_tensor(grads[name]) for name in names}
@@ -176,9 +176,9 @@ def agree_on_replicas(replicas: Mapping[int, Replicas | None], num_stages: int) 
 class ReplicaMeans:
     """The programs that average gradients of a stage, and their channels.
 
-    Values have names: `chunk:0@2` is this replica's part of what replica 2 averages of
-    bucket 0, `part:0@2` is replica 2's part of what this one averages, and `mean:0@2`
-    is what replica 2 has averaged.
+    Values have names: `chunk:0@2` is this replica's part of the chunk of bucket 0 that
+    replica 2 averages, `part:0@2` is replica 2's part of the chunk that this one
+    averages, and `mean:0@2` is the average by replica 2.
 
     Args:
         replica: Number of this replica.
@@ -275,7 +275,7 @@ class ReplicaMeans:
         return {part: made[chunk] for part, chunk in named}
 
     def mean(self, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Enqueue the averaging and sending of what this replica averages."""
+        """Enqueue the averaging and sending of this replica's chunks."""
         received, sent = self._parts_received, self._means_sent
         made = run_with(self._mean, part, received=received, sent=sent)
         return {name: made[name] for name in self._mean.spec.function.outputs}
@@ -283,7 +283,7 @@ class ReplicaMeans:
     def join(self, mean: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Enqueue the putting together of all averages; return those of gradients.
 
-        They have the layouts of this replica's own.
+        They have the layouts of this replica's gradients.
         """
         made = run_with(self._join, mean, received=self._means_received)
         return {name: made[name] for name in self._join.spec.function.outputs}
@@ -358,7 +358,7 @@ def _whole(shards: Tensor, layout: ShardLayout) -> Tensor:
 
 
 def _mean(parts: Sequence[Tensor]) -> Tensor:
-    """Return the mean; of half precision, it is rounded once."""
+    """Return the mean; in half precision it is rounded once."""
     dtype = parts[0].dtype
     wide = torch.float32 if dtype in _NARROW else dtype
     return (reduce(add, [part.to(wide) for part in parts]) / len(parts)).to(dtype)

@@ -1,12 +1,12 @@
-"""The sums of a step's gradients: how they begin, and how they end.
+"""The sums of a step's gradients, and the programs that begin and end them.
 
-Every backward adds to sums that it takes over (their buffers are donated), so a step
-begins with sums of its own. They start from what the parameters have in `.grad`, which
-the user may keep, or from zero.
+Every backward adds to sums whose buffers are donated to it, so a step begins with sums
+of its own. They start from the parameters' `.grad`, which the user may keep, or from
+zero.
 
-Sums that are kept per group of rows (see `compile.group_sums`) start from zero. At
-the end of the step one program adds the groups up, and what is in `.grad`: there, once
-a step, devices exchange gradients.
+Sums that are kept per group of rows (see `compile.group_sums`) start from zero. At the
+end of the step one program adds up the groups and `.grad`: devices exchange gradients
+there, once a step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from torch_xla_pp.compile import (
     device_bytes,
     given_grad,
 )
-from torch_xla_pp.state import ModuleState, total_bytes
+from torch_xla_pp.state import DonatedValues, ModuleState, total_bytes
 
 
 class GradientSums:
@@ -42,8 +42,7 @@ class GradientSums:
     def __init__(self, state: ModuleState) -> None:
         self._state = state
         self._sums: dict[str, Tensor] = {}
-        self._spent: list[Tensor] = []
-        self._spent_before: list[Tensor] = []
+        self._donated = DonatedValues()
         self._given_bytes = self._sum_bytes = 0
         self._programs: WeakKeyDictionary[StagePrograms, SumPrograms]
         self._programs = WeakKeyDictionary()
@@ -52,8 +51,8 @@ class GradientSums:
     def num_bytes(self) -> int:
         """Return the bytes of gradients on one device.
 
-        Those are the sums of the last step, and gradients that parameters had already,
-        which stay until the step is done.
+        They include the sums of the last step, and gradients that parameters had
+        before, which are kept until the step is done.
         """
         return self._given_bytes + self._sum_bytes
 
@@ -92,40 +91,42 @@ class GradientSums:
         return found
 
     def take(self) -> dict[str, Tensor]:
-        """Give all sums away; `update` must bring others."""
+        """Remove and return all sums; `update` must bring new ones."""
         sums, self._sums = self._sums, {}
         return sums
 
     def update(self, sums: Mapping[str, Tensor]) -> None:
-        """Replace some sums by others, which no program took over."""
+        """Replace some sums by others, whose buffers no program has reused."""
         self._sums |= sums
 
     def advance(self, sums: Mapping[str, Tensor]) -> None:
-        """Replace the sums by what a backward made of them.
+        """Replace the sums by those that a backward returned.
 
-        The old ones have given their buffers away. They are dropped a step later: to
-        drop one waits for the program that took its buffer.
+        The buffers of the old ones were donated.
         """
-        self._spent += self._sums.values()
+        self._donated.add(self._sums.values())
         self._sums = dict(sums)
 
     def reduce(self, programs: StagePrograms) -> None:
-        """Add up the sums that are kept per group of rows; at the end of a step."""
+        """Take bundles apart, add up sums per group of rows; at the end of a step."""
         own = self._of(programs)
+        if own.summed.bundles and self._sums:
+            parts = own.parts(self._sums)
+            names = {bundle.name for bundle in own.summed.bundles}
+            self._sums = {n: x for n, x in self._sums.items() if n not in names} | parts
         self._sum_bytes = total_bytes(self._sums, own.sizes)
         if own.summed.groups and self._sums:
             reduced = own.reduce(self._sums, self._state.grads())
-            self._spent += [self._sums[name] for name in reduced]
+            self._donated.add([self._sums[name] for name in reduced])
             self._sums |= reduced
 
     def publish(self) -> None:
         """Make the sums the parameters' `.grad`; called once, when a step is done."""
         for role, value in self._state.fixed.items():
-            # A frozen one with copies elsewhere may have a sum, too.
+            # A frozen parameter with copies elsewhere may have a sum, too.
             if accumulator(role) in self._sums and value.requires_grad:
                 value.grad = self._sums[accumulator(role)]
         self._sums = {}
-        self._spent, self._spent_before = [], self._spent
 
     def _of(self, programs: StagePrograms) -> "SumPrograms":
         if programs not in self._programs:
@@ -150,11 +151,12 @@ class SumPrograms:
         # Keyed by the parameters that have a gradient already.
         self._starts: dict[tuple[str, ...], Program] = {}
         self._reductions: dict[tuple[str, ...], Program] = {}
+        self._parts: Program | None = None
 
     @property
     def compiled(self) -> dict[str, Program]:
         """Return the programs that have run at the end of steps, by what they do."""
-        # The last one that was made is as good as the others.
+        # The last one that was made stands for the others.
         last = next(reversed(self._reductions.values()), None)
         return {} if last is None else {"gradient reduction": last}
 
@@ -168,7 +170,7 @@ class SumPrograms:
             grads: Role → gradient that a parameter has already, sharded like it.
 
         Returns:
-            A sum for each parameter that gets a gradient.
+            A sum for each parameter that gets a gradient; small ones are bundled.
         """
         roles, groups = self.summed.sums, self.summed.groups
         if not roles:
@@ -184,9 +186,36 @@ class SumPrograms:
             )
             pins = {accumulator(role): pin for role, pin in roles.items()}
             self._starts[given] = Program(
-                ProgramSpec(function=function, pins=pins, checked=function.inputs)
+                ProgramSpec(
+                    function=function,
+                    pins=pins,
+                    checked=function.inputs,
+                    bundles=self.summed.bundles,
+                )
             )
         return self._starts[given]({given_grad(role): grads[role] for role in given})
+
+    def parts(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Enqueue the taking apart of bundles; return their sums."""
+        if self._parts is None:
+            bundled = [name for bundle in self.summed.bundles for name in bundle.shapes]
+            new = [role for role in self.summed.sums if accumulator(role) in bundled]
+            function = Function(
+                name="gradient parts",
+                module=_Parts(),
+                inputs=tuple(map(accumulator, new)),
+                outputs=tuple(map(accumulated, new)),
+            )
+            pins = {accumulated(role): self.summed.grads[role] for role in new}
+            spec = ProgramSpec(
+                function=function, pins=pins, bundles=self.summed.bundles
+            )
+            self._parts = Program(spec)
+        results = self._parts(
+            {bundle.name: sums[bundle.name] for bundle in self.summed.bundles}
+        )
+        names = zip(self._parts.spec.function.inputs, self._parts.outputs, strict=True)
+        return {name: results[new] for name, new in names}
 
     def reduce(
         self, sums: Mapping[str, Tensor], grads: Mapping[str, Tensor]
@@ -203,22 +232,29 @@ class SumPrograms:
         groups = self.summed.groups
         given = tuple(role for role in groups if role in grads)
         if given not in self._reductions:
-            parts, checked = [*map(accumulator, groups)], [*map(given_grad, given)]
-            function = Function(
-                name="gradient reduction",
-                module=_Reduction([role in given for role in groups]),
-                inputs=(*parts, *checked),
-                outputs=tuple(map(accumulated, groups)),
-            )
-            pins = {accumulated(role): pin for role, pin in self.summed.grads.items()}
-            self._reductions[given] = Program(
-                ProgramSpec(
-                    function=function, pins=pins, checked=checked, donated=parts
-                )
-            )
+            self._reductions[given] = self.reduction(given)
         values = {**sums, **{given_grad(role): grads[role] for role in given}}
         results = self._reductions[given](values)
         return {accumulator(role): results[accumulated(role)] for role in groups}
+
+    def reduction(self, given: Sequence[str] = ()) -> Program:
+        """Return a program that adds up the sums per group.
+
+        Args:
+            given: Roles whose parameters have a gradient already.
+        """
+        groups = self.summed.groups
+        parts, checked = [*map(accumulator, groups)], [*map(given_grad, given)]
+        function = Function(
+            name="gradient reduction",
+            module=_Reduction([role in given for role in groups]),
+            inputs=(*parts, *checked),
+            outputs=tuple(map(accumulated, groups)),
+        )
+        pins = {accumulated(role): pin for role, pin in self.summed.grads.items()}
+        return Program(
+            ProgramSpec(function=function, pins=pins, checked=checked, donated=parts)
+        )
 
 
 class _Start(nn.Module):
@@ -250,6 +286,13 @@ class _Start(nn.Module):
                 # A product is a new buffer, even where the program does nothing else.
                 sums.append(next(left) * 1)
         return sums
+
+
+class _Parts(nn.Module):
+    """Copies of values."""
+
+    def forward(self, *values: Tensor) -> list[Tensor]:
+        return [value * 1 for value in values]
 
 
 class _Reduction(nn.Module):

@@ -1,16 +1,16 @@
 """Parameters that several stages have copies of, such as tied embeddings.
 
-Terms: a *tie* is a name under which stages know that a parameter of theirs is one and
-the same; its *owner* is the first stage that has it. Gradients of copies are added up
-once a step, so that equal optimizers keep copies equal.
+Terms: a *tie* is the name that stages give to one parameter of which each has a copy;
+its *owner* is the first stage that has it. Gradients of copies are added up once a
+step, so that equal optimizers keep copies equal.
 
 Laws:
 
 * Each copy gets the same sum: the parts are added in the order of the stages, on every
   rank alike, so that copies that began as equal stay equal to the bit. Every stage
   that has a copy sends its part to every other one.
-* All stages of a rank send before they receive, each all its parts at once: a program
-  that received first could wait for a rank that waits for it.
+* All stages of a rank send before they receive, each all of its parts at once: a
+program that received first could wait for a rank that waits for this one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ class Mirror:
     trains the first alone.
 
     Args:
-        copy: Takes over what is written to `source`, unless it was written to itself.
+        copy: Follows writes to `source`, unless it was itself written to.
         source: The parameter of the other stage.
     """
 
@@ -67,9 +67,9 @@ class Mirror:
         self._versions = self._now()
 
     def follow(self) -> None:
-        """Take over what was written since the last call; nothing is computed yet.
+        """Follow the writes since the last call; nothing is computed yet.
 
-        Both have the same gradient after a step; what became of it counts, too.
+        Both have the same gradient after a step, also if that is changed later.
         """
         source, copy = self._now()
         if source != self._versions[0] and copy == self._versions[1]:
@@ -119,7 +119,7 @@ def separated(module: nn.Module, tied: Mapping[str, str]) -> list[Mirror]:
 
 
 def check_separate(modules: Mapping[int, nn.Module]) -> None:
-    """Refuse a parameter that several stages of a rank have, by stage.
+    """Refuse one parameter object in several stages of a rank; given by stage.
 
     Raises:
         PipelineError: There are some; all of them are named.
@@ -145,8 +145,8 @@ class _Exchange:
         layouts: Tie → layout of the parameter on this rank.
         sent: Channels to the other stages that have a copy.
         received: Channels from them.
-        send: Sends what channels through the program do.
-        add: Receives what they do, and adds all parts up.
+        send: Sends the parts of channels through the program.
+        add: Receives the parts of such channels, and adds all parts up.
     """
 
     wiring: Wiring
@@ -208,7 +208,7 @@ class TiedParameters:
         }
 
     def connect(self, wiring: Wiring) -> None:
-        """Learn where the copies are."""
+        """Open the channels to the stages with copies."""
         self._wiring = wiring
         self._exchange = None
         for other in self._others(wiring):
@@ -251,7 +251,7 @@ class TiedParameters:
         return {t for t, p in self._parameters().items() if not p.requires_grad}
 
     def _compare_frozen(self, wiring: Wiring) -> None:
-        """Refuse a parameter that is trained by some of its stages only."""
+        """Refuse a parameter that only some of its stages train."""
         here, wire = self._frozen(), self._endpoint.group.wire
         for other in self._others(wiring):
             ticket = wire.expect(wiring.ranks[other], ("frozen", other, self._stage))
@@ -278,7 +278,7 @@ class TiedParameters:
         return {tie: named[name] for tie, name in self._names.items()}
 
     def _current_exchange(self) -> _Exchange:
-        """Return what exchanges the gradients there are, made when new.
+        """Return the exchange of the present gradients, made when needed first.
 
         A parameter that is frozen later is still exchanged: all copies need not be
         frozen in the same step.
@@ -345,7 +345,7 @@ class TiedParameters:
 
 
 def _first_names(module: nn.Module, tied: Mapping[str, str]) -> dict[str, str]:
-    """Return tie → name of the parameter, by which the module lists it."""
+    """Return tie → the parameter's name in the module's list."""
     every = dict(module.named_parameters(remove_duplicate=False))
     unknown = [name for name in tied if name not in every]
     if unknown:

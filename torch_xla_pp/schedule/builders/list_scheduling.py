@@ -43,11 +43,11 @@ def list_schedule(
     most_waiting: int | None = None,
     delays_s: Mapping[StagePair, float] | None = None,
 ) -> Schedule:
-    """Let every rank that is free run at once the most urgent action that it can.
+    """Let every free rank run at once the most urgent action that can run.
 
     A backward (or I) goes before a forward, then the lowest microbatch, then the stage
     next to the end (backward) or to the start (forward). A W fills the time in which a
-    rank could do nothing else: the zero bubble of any stage graph. Takes some 2 µs an
+    rank has nothing else to run: the zero bubble of any stage graph. Takes some 2 µs an
     action.
 
     Source: list scheduling is that of Graham, "Bounds on Multiprocessing Timing
@@ -61,15 +61,15 @@ def list_schedule(
         edges: Pairs (producer, consumer).
         placement: Stage → rank.
         num_microbatches: Number of microbatches.
-        seconds: Stage and kind of action → what it takes; None for 1 each.
+        seconds: Stage and kind of action → its time; None for 1 each.
         max_live: How many microbatches may be live in a stage: one number for all
-            stages, or stage → number, any for those not named; None for as many as
-            the stage has depth.
+            stages, or stage → number, with no bound for those not named; None for the
+            depth of each stage.
         split_backward: Whether to run I and W in place of B.
-        most_waiting: From how many waiting W of a rank on one of them goes before a
-            forward; None for never.
-        delays_s: Edge → time from the end of an action to the arrival of what it
-            sends to the other stage, whichever way; 0 for those that are not named.
+        most_waiting: The number of waiting W of a rank from which one of them goes
+            before a forward; None for never.
+        delays_s: Edge → time from the end of an action to the arrival of its message at
+            the other stage, in either direction; 0 for edges that are not named.
 
     Raises:
         ValueError: An edge does not lead to a higher stage, a stage or a rank is
@@ -81,7 +81,7 @@ def list_schedule(
     own_s = delays_s or {}
     along = [(p, c, own_s.get((p, c), 0.0)) for p, c in edges]
     against = [(c, p, delay_s) for p, c, delay_s in along]
-    # What a carrier receives for others is theirs once its forward has run.
+    # Values that a carrier receives for others reach them once its forward has run.
     values = _possible_values(neighbours_of(edges, num_stages))
     along += [(first, other, 0.0) for first, other in carriers_of(values, placement)]
     rows = _rows(
@@ -100,12 +100,12 @@ def list_schedule(
 def dag_1f1b(
     edges: Iterable[StagePair], placement: Mapping[int, int], num_microbatches: int
 ) -> Schedule:
-    """Run forwards as far ahead as the depth of a stage allows; backwards go first.
+    """Run forwards as far ahead as the depth of a stage allows, but backwards first.
 
     Branches of the model that do not depend on each other run at the same time if
-    they are on different ranks. As many microbatches are in flight in a stage as it
-    has depth, however wide the graph is. On a chain with one stage per rank it is
-    1F1B. It is the `list_schedule` of actions that all take one unit of time.
+    they are on different ranks. The microbatches in flight in a stage are as many as
+    its depth, however wide the graph is. On a chain with one stage per rank it is 1F1B.
+    It is the `list_schedule` of actions that all take one unit of time.
 
     Source: Jeon et al., "GraphPipe: Improving Performance and Scalability of DNN
     Training with Graph Pipeline Parallelism", ASPLOS 2025, section 6.
@@ -150,12 +150,11 @@ def _checked(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Hops:
-    """What the forwards, or the backwards, of stages send each other.
+    """The messages between the forwards, or the backwards, of stages.
 
     Args:
-        receivers: For each stage the stages that it sends to, and for how long that is
-            on its way.
-        num_needed: For each stage how many of these it receives.
+        receivers: For each stage the stages that it sends to, and the times of sending.
+        num_needed: For each stage the number of messages that it receives.
     """
 
     receivers: tuple[tuple[tuple[int, float], ...], ...]
@@ -184,18 +183,18 @@ def _rows(
 ) -> list[list[Action]]:
     """Run all actions, and return each rank's in the order in which they began.
 
-    It is one function, as calls would take longer than what it does. Each stage has
-    numbers of the forwards, backwards and W that it has begun.
+    It is one function, as calls would take longer than its work. Each stage has numbers
+    of the forwards, backwards and W that it has begun.
 
     Args:
         placement: Rank of each stage.
         num_microbatches: Number of microbatches.
         kinds: F and B, or F, I and W.
-        seconds: For each stage what these take.
+        seconds: For each stage the times of these.
         most_live: For each stage how many microbatches it may hold.
         most_waiting: See `list_schedule`.
-        forward: What forwards send.
-        backward: What backwards send.
+        forward: Messages of forwards.
+        backward: Messages of backwards.
     """
     num_stages = len(placement)
     ranks = [placement[stage] for stage in range(num_stages)]
@@ -206,7 +205,7 @@ def _rows(
     forwards, backwards, weights = begun
     is_split = len(kinds) > 2
     finished = weights if is_split else backwards
-    # When all has arrived that a stage needs for each microbatch; infinity for not yet.
+    # When all messages for a stage and microbatch have arrived; infinity for not yet.
     ready_s: list[list[list[float]]] = []
     missing: list[list[list[int]]] = []
     latest_s: list[list[list[float]]] = []
@@ -219,7 +218,7 @@ def _rows(
     receivers = forward.receivers, backward.receivers
     rows: list[list[Action]] = [[] for _ in stages_of]
     free_s = [0.0] * len(rows)
-    # When to look at a rank again: it is free then, or something has arrived.
+    # When to look at a rank again: it is free then, or a message has arrived.
     wakings = [(0.0, rank) for rank in range(len(rows))]
     num_left = num_stages * len(kinds) * num_microbatches
     while num_left:
@@ -284,7 +283,7 @@ def _most_live(
     num_microbatches: int,
     max_live: int | Mapping[int, int] | None,
 ) -> list[int]:
-    """Return what each stage may hold."""
+    """Return the most live microbatches of each stage."""
     if max_live is None:
         return depths_of(edges, num_stages)
     if isinstance(max_live, int):
@@ -305,7 +304,7 @@ def _times(
     kinds: Sequence[Kind],
     seconds: Mapping[tuple[int, Kind], float] | None,
 ) -> list[list[float]]:
-    """Return for each stage what actions of these kinds take."""
+    """Return for each stage the times of actions of these kinds."""
     stages = range(num_stages)
     if seconds is None:
         return [[1.0] * len(kinds) for _ in stages]
@@ -326,7 +325,7 @@ def _times(
 def _possible_values(
     consumers: Sequence[Sequence[int]],
 ) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield any two consumers of a stage: edges do not say which use one value."""
+    """Yield any two consumers of a stage: edges do not show which use one value."""
     for producer, users in enumerate(consumers):
         for pair in combinations(users, 2):
             yield producer, pair

@@ -72,9 +72,9 @@ def interleaved_1f1b(
 def zb1p(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """Fill the bubble of 1F1B with the gradients of weights.
 
-    Rank r puts those off for r microbatches, and so holds saved values of `num_ranks`
-    microbatches, as many as rank 0 of 1F1B. The bubble is a third of 1F1B's if F, I
-    and W take equally long.
+    Rank r delays those by r microbatches, and so holds saved values of `num_ranks`
+    microbatches, as many as rank 0 of 1F1B. The bubble is a third of 1F1B's if F, I and
+    W take equally long.
 
     Source: Qi et al., "Zero Bubble (Almost) Pipeline Parallelism", ICLR 2024, section
     2.1 (ZB-H1, also called ZB1P); several stages on a rank, and rounds, as in
@@ -111,8 +111,8 @@ def _looped(
         num_microbatches: Number of microbatches.
         warmup_of: Rank → number of its forwards before the first pair.
         stages_per_rank: Number of stages on each rank.
-        round_size: Microbatches in a round; means nothing for one stage per rank.
-        is_split: Whether backwards are split; rank r then puts W off by r backwards.
+        round_size: Microbatches in a round; not used for one stage per rank.
+        is_split: Whether backwards are split; rank r then delays W by r backwards.
     """
     rows = []
     for rank in range(num_ranks):

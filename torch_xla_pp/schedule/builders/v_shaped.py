@@ -14,14 +14,14 @@ from torch_xla_pp.schedule.action import Action, Kind
 from torch_xla_pp.schedule.builders.counts import check_counts
 from torch_xla_pp.schedule.schedule import Schedule
 
-_Phases = Iterable[tuple[int, str]]  # how often, and what
+_Phases = Iterable[tuple[int, str]]  # repetitions, and the pattern
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
     """Fill the bubble with the gradients of weights, over two stages per rank.
 
     There is no bubble from the first backward on if F, I and W take equally long.
-    Every rank holds what rank 0 of 1F1B holds, as its two stages are half as large.
+    Every rank holds as much as rank 0 of 1F1B, as its two stages are half as large.
     With less than `2 * num_ranks - 1` microbatches it is the order for that many,
     without those that do not exist.
 
@@ -53,7 +53,7 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def dualpipev(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Put a forward of one stage next to a backward of the other.
+    """Pair a forward of one stage with a backward of the other.
 
     The two are independent, so that one can compute while the other communicates. A
     few backwards are split, where the pipeline drains.
@@ -93,7 +93,7 @@ def dualpipev(num_ranks: int, num_microbatches: int) -> Schedule:
 def _numbered(rank: int, num_ranks: int, phases: _Phases) -> tuple[Action, ...]:
     """Give each action of the phases its stage and microbatch.
 
-    A `W` without a stage is the one that waits longest, of either stage.
+    A `W` without a stage is that of the longest-waiting microbatch of either stage.
     """
     stages = {"a": rank, "b": 2 * num_ranks - 1 - rank}
     forwards = {name: count() for name in stages}

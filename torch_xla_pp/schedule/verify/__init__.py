@@ -1,1 +1,1 @@
-"""The laws that a schedule keeps, and what breaks them."""
+"""The laws of a schedule, and the faults that break them."""

@@ -1,4 +1,4 @@
-"""What is wrong with a schedule, and the error that tells it."""
+"""The faults of a schedule, and the error that lists them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A schedule with what the checks look up in it."""
+"""A schedule with indices for the checks."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Lookup:
         return fault_at(self.at[key], key, text)
 
     def backward_of(self, stage: int, microbatch: int) -> ActionKey:
-        """Return the action that gives the gradients of a stage's inputs."""
+        """Return the action that computes the gradients of a stage's inputs."""
         whole: ActionKey = (stage, "B", microbatch)
         return whole if whole in self.at else (stage, "I", microbatch)
 

@@ -1,4 +1,4 @@
-"""Check that what has to come first does, on one rank and between ranks."""
+"""Check that actions come after those that they depend on, within and between ranks."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from torch_xla_pp.schedule.verify.waiting import find_cycle
 
 
 class Dependency(NamedTuple):
-    """An action that has to come before another one, and why."""
+    """An action that must come before another one, and the reason."""
 
     before: ActionKey
     after: ActionKey
@@ -20,7 +20,7 @@ class Dependency(NamedTuple):
 def precedence_faults(
     lookup: Lookup, edges: Iterable[StagePair], carriers: Iterable[StagePair]
 ) -> Iterator[Fault]:
-    """Find what comes too early on its own rank, and a cycle between ranks."""
+    """Find actions that come too early on their rank, and a cycle between ranks."""
     waits: dict[ActionKey, list[ActionKey]] = {}
     for dependency in _dependencies(lookup, edges, carriers):
         before, after, _ = dependency
@@ -36,7 +36,7 @@ def precedence_faults(
 def _dependencies(
     lookup: Lookup, edges: Iterable[StagePair], carriers: Iterable[StagePair]
 ) -> Iterator[Dependency]:
-    """Yield what has to come before what; either may be missing in the schedule."""
+    """Yield all dependencies; either action may be missing in the schedule."""
     microbatches = range(lookup.num_microbatches)
     for stage in range(lookup.num_stages):
         for mb in microbatches:

@@ -1,4 +1,4 @@
-"""Check that every action is there once, and on the right rank."""
+"""Check that every action is there once, on the right rank."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ FORWARD_ONLY = ("F",)
 
 
 def presence_faults(lookup: Lookup, allowed: Sequence[str]) -> Iterator[Fault]:
-    """Find what is missing, what is there twice, and what should not be there.
+    """Find actions that are missing, repeated, or unexpected.
 
     Args:
         lookup: The schedule.
@@ -61,7 +61,7 @@ def _repeated(lookup: Lookup) -> Iterator[Fault]:
 
 
 def _unknown(lookup: Lookup) -> Iterator[Fault]:
-    """Find microbatches that there should not be; one fault a stage."""
+    """Find unexpected microbatches; one fault a stage."""
     unknown: dict[int, list[ActionKey]] = {}
     for key in lookup.at:
         if key[2] >= lookup.num_microbatches:

@@ -1,4 +1,4 @@
-"""Check before the first step that a schedule can run, and to its end.
+"""Check before the first step that a schedule can run to its end.
 
 Every rank runs its actions in order; an action waits for the values that it needs,
 while sending never waits. Such a schedule runs to its end exactly if the order of each
@@ -12,7 +12,7 @@ Laws:
 * along an edge, the producer's F comes before the consumer's, and its B or I after;
 * the last stage runs its forwards in the order of microbatches, since losses are
   listed in the order in which they are computed;
-* a carrier's F comes before that of the stages which it receives a value for;
+* a carrier's F comes before that of the stages that it receives a value for;
 * no stage holds the saved values of more microbatches than it may.
 """
 
@@ -49,7 +49,7 @@ def verify(
     Args:
         schedule: The schedule.
         edges: Pairs (producer, consumer) of stages.
-        placement: Stage → rank; None for where the schedule has them.
+        placement: Stage → rank; None for the schedule's own.
         num_microbatches: Number of microbatches; None for those of the schedule.
         max_live: How many microbatches' saved values a stage may hold: one number
             for all stages, or stage → number.
@@ -85,7 +85,7 @@ def verify(
 def _memory_faults(
     lookup: Lookup, max_live: int | Mapping[int, int] | None
 ) -> Iterator[Fault]:
-    """Find stages that hold too much; one fault a stage, where it begins."""
+    """Find stages with too many live microbatches; one fault a stage, the first."""
     if max_live is None:
         return
     seen = set()

@@ -15,12 +15,12 @@ def find_cycle(
 
     Args:
         rows: The actions of each rank.
-        waits: Action → actions of other ranks that have to be done before.
+        waits: Action → actions of other ranks that must be done before.
         at: The place of every action.
 
     Returns:
-        Where each rank of the cycle stands, and what it waits for there; each waits
-        for the next one, the last for the first.
+        The position of each rank of the cycle, and the action that it waits for there;
+        each waits for the next one, the last for the first.
     """
     stuck = _run(rows, waits)
     if not stuck:
@@ -36,7 +36,7 @@ def find_cycle(
 def _run(
     rows: Sequence[Sequence[ActionKey]], waits: Mapping[ActionKey, Sequence[ActionKey]]
 ) -> dict[int, tuple[int, ActionKey]]:
-    """Run all ranks as far as they get; return where ranks are blocked, and by what."""
+    """Run all ranks as far as possible; return where they are blocked, and by what."""
     steps = [0] * len(rows)
     done: set[ActionKey] = set()
     sleepers: defaultdict[ActionKey, list[int]] = defaultdict(list)

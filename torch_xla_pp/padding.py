@@ -1,4 +1,4 @@
-"""Batches with too few rows, filled up so that they train like themselves."""
+"""Batches with too few rows, padded so that they train as without padding."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_xla_pp.runtime.rank import RankPipeline
+from torch_xla_pp.compile import RowWeights
+from torch_xla_pp.runtime import RankPipeline
 
 
 def pad_batch(
@@ -16,26 +17,27 @@ def pad_batch(
     rows: int | Sequence[int],
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Any:
-    """Fill up a short batch, and let the next step of a schedule count its rows alone.
+    """Pad a short batch, and let the next step of a schedule count only its own rows.
 
     Losses, gradients and metrics of that step are those of the short batch: the loss is
     computed row by row, and rows that were added weigh nothing. So `loss_fn` must be a
-    mean or a sum over rows, and rows must not influence each other in the model, as by
-    BatchNorm. The rows that are added are the first ones again. Outputs have them, too:
-    take the first ones of them. A batch that is as long as asked for stays as it is.
+    mean or a sum over rows, which the step checks when it ends; and rows must not
+    influence each other in the model, as by BatchNorm. The rows that are added are the
+    first ones again. Outputs include them: take the first rows. A batch that has `rows`
+    rows is returned as it is.
 
     All ranks of the pipeline must call it, each before it calls `step` or `eval`.
 
     Args:
-        schedule: What runs the next step.
+        schedule: The schedule that runs the next step.
         *batch: Tensors with rows in dimension 0, alone or in lists, tuples and dicts;
             all have equally many.
         rows: How many the batch is to have; or several numbers, of which the smallest
-            that suffices is taken. So at most as many kinds of steps are compiled.
+            sufficient one is taken. Then at most that many kinds of steps are compiled.
         reduction: What `loss_fn` does over rows.
 
     Returns:
-        The batch: what was given, one or a tuple.
+        The batch: one value or a tuple, as given.
 
     Raises:
         ValueError: The batch has no rows, or more than `rows`, or different numbers.
@@ -61,7 +63,8 @@ def pad_batch(
         if loss is not None:
             num_microbatches = RankPipeline.of(schedule).num_microbatches
             weight = num_microbatches / count if reduction == "mean" else 1.0
-            loss.next_weights = torch.where(torch.arange(full) < count, weight, 0.0)
+            weights = torch.where(torch.arange(full) < count, weight, 0.0)
+            loss.next_weights = RowWeights(weights, reduction)
     return batch if len(batch) != 1 else batch[0]
 
 

@@ -1,0 +1,87 @@
+"""Which library multiplies follows from the processor."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torch_xla_pp.cpu.blas import best_products
+
+pytestmark = pytest.mark.pure
+
+ALL = "fpu sse2 avx avx2 fma avx512f avx512bw avx512cd avx512dq avx512vl"
+PROCESSORS = {
+    ("AuthenticAMD", ALL): "openblas",
+    ("HygonGenuine", ALL): "openblas",
+    ("GenuineIntel", ALL): "torch",
+    ("AuthenticAMD", ALL.replace("avx512vl", "")): "torch",
+    ("AuthenticAMD", "fpu sse2 avx avx2 fma"): "torch",
+}
+
+# Multiplies with the library that is loaded, and prints its kernels.
+SCRIPT = """
+import ctypes, json
+import numpy
+from torch_xla_pp.cpu import blas
+found = blas.find_blas()
+(path,) = {line.split()[-1] for line in open("/proc/self/maps")
+           if "scipy_openblas32" in line}
+library = ctypes.CDLL(path)
+library.scipy_openblas_get_corename.restype = ctypes.c_char_p
+library.scipy_openblas_get_num_threads.restype = ctypes.c_int
+print(json.dumps([
+    library.scipy_openblas_get_corename().decode(),
+    library.scipy_openblas_get_num_threads(),
+]))
+"""
+
+
+@pytest.mark.parametrize(("processor", "name"), PROCESSORS.items())
+def test_the_library_is_chosen_by_the_processor(
+    tmp_path: Path, processor: tuple[str, str], name: str
+) -> None:
+    vendor, flags = processor
+    path = tmp_path / "cpuinfo"
+    core = f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: {flags}\n"
+    path.write_text(f"{core}\n{core}")
+    assert best_products(path, None) == name
+
+
+def test_kernels_that_the_user_has_chosen_are_used_if_they_are_the_fastest(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text(f"vendor_id : AuthenticAMD\nflags : {ALL}\n")
+    assert best_products(path, "Cooperlake") == "openblas"
+    assert best_products(path, "Haswell") == "xla"
+    path.write_text(f"vendor_id : GenuineIntel\nflags : {ALL}\n")
+    assert best_products(path, "Haswell") == "torch"
+
+
+def test_a_processor_that_is_not_described_multiplies_as_torch_does(
+    tmp_path: Path,
+) -> None:
+    assert best_products(tmp_path / "nothing", None) == "torch"
+    (tmp_path / "arm").write_text("processor\t: 0\nBogoMIPS\t: 243.75\n")
+    assert best_products(tmp_path / "arm", None) == "torch"
+
+
+def test_openblas_runs_on_one_thread_although_numpy_has_loaded_another() -> None:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("OPENBLAS_NUM")}
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={
+            **kept,
+            "PJRT_DEVICE": "CPU",
+            "TORCH_XLA_PP_PRODUCTS": "openblas",
+            "OPENBLAS_CORETYPE": "Haswell",
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert json.loads(run.stdout.splitlines()[-1]) == ["Haswell", 1]
