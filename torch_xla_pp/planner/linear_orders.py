@@ -107,9 +107,34 @@ class RunSums:
         found: Array = ends[None, 1:] - ends[:-1, None]
         return found
 
-    def holding(self, groups: Sequence[Sequence[int]]) -> "RunCounts":
-        """Return for each run which groups have a member in it."""
-        return self.entering([-1] * len(groups), groups)
+    def keeping(
+        self,
+        keepers: Sequence[Sequence[int]],
+        producers: Sequence[int],
+        wholes: Sequence[int],
+    ) -> "RunCounts":
+        """Return for each run the values that it keeps, those with views of them once.
+
+        A run that makes a view keeps what it is a view of.
+
+        Args:
+            keepers: The works that keep each value.
+            producers: The work that makes each value, -1 for none.
+            wholes: The value that each value is a view of, -1 for none.
+        """
+        members: list[list[tuple[int, int]]] = [[] for _ in keepers]
+        befores = [-1] * len(keepers)
+        for number, works in enumerate(keepers):
+            kept, last = number, self._count
+            while True:
+                places = (self._places[work] for work in works)
+                members[kept] += [(place, min(place, last)) for place in places]
+                if wholes[kept] < 0:
+                    break
+                # Runs that begin later get the view from another stage.
+                last = befores[kept] = self._places[producers[kept]]
+                kept = wholes[kept]
+        return self._counts(befores, members)
 
     def entering(
         self, producers: Sequence[int], users: Sequence[Sequence[int]]
@@ -120,13 +145,29 @@ class RunSums:
             producers: The work that makes each value, -1 for none.
             users: The works that use each value.
         """
+        befores = [-1 if work < 0 else self._places[work] for work in producers]
+        members = [[(self._places[work],) * 2 for work in works] for works in users]
+        return self._counts(befores, members)
+
+    def _counts(
+        self,
+        befores: Sequence[int],
+        members: Sequence[Sequence[tuple[int, int]]],
+    ) -> "RunCounts":
+        """Return for each run the values of which it has a member.
+
+        Args:
+            befores: For each value, the place after which its runs begin.
+            members: For each value, places in a run, and the last beginnings of runs
+                in which each of these counts.
+        """
         corners: list[tuple[int, int, int, int]] = []
-        for number, members in enumerate(users):
-            producer = producers[number]
-            before = -1 if producer < 0 else self._places[producer]
-            for place in sorted({self._places[work] for work in members}):
-                corners.append((before + 1, place + 1, place, number))
-                before = place
+        for number, places in enumerate(members):
+            before = befores[number]
+            for place, last in sorted(places):
+                if last > before:
+                    corners.append((before + 1, last + 1, place, number))
+                    before = last
         return RunCounts(self._count, np.array(corners, dtype=int).reshape(-1, 4))
 
 

@@ -47,7 +47,9 @@ class OrderRuns:
     def __init__(self, order: Order, table: WorkTable) -> None:
         self.order = order
         self.runs = RunSums(order)
-        self.kept = self.runs.holding(table.keepers)
+        self.kept = self.runs.keeping(
+            table.keepers, table.producers, table.wholes.tolist()
+        )
         self.entering = self.runs.entering(table.producers, table.users)
 
 
