@@ -254,16 +254,16 @@ def openblas_kernels() -> str | None:
 
 
 @contextlib.contextmanager
-def openblas_choices(kernels: str) -> Iterator[None]:
+def openblas_choices(kernels: str | None) -> Iterator[None]:
     """Let an OpenBLAS that is loaded in the block use one thread and some kernels.
 
     Args:
-        kernels: Its name of the kernels, unless the user has chosen others.
+        kernels: Its name of the kernels, unless the user has chosen others; None for
+            those that it chooses itself.
     """
-    wanted = {
-        "OPENBLAS_CORETYPE": openblas_kernels() or kernels,
-        "OPENBLAS_NUM_THREADS": "1",
-    }
+    wanted = {"OPENBLAS_NUM_THREADS": "1"}
+    if chosen := openblas_kernels() or kernels:
+        wanted["OPENBLAS_CORETYPE"] = chosen
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:

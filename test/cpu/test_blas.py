@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_xla_pp.cpu.blas import best_products
+from torch_xla_pp.cpu.blas import best_products, kernels_of
 
 pytestmark = pytest.mark.pure
 
@@ -32,9 +32,17 @@ found = blas.find_blas()
 library = ctypes.CDLL(path)
 library.scipy_openblas_get_corename.restype = ctypes.c_char_p
 library.scipy_openblas_get_num_threads.restype = ctypes.c_int
+size = 64
+left, right, result = (numpy.full((size, size), x, "f") for x in (0.25, 0.375, 0))
+n = ctypes.byref(ctypes.c_int(size))
+one, zero = ctypes.byref(ctypes.c_float(1)), ctypes.byref(ctypes.c_float(0))
+a, b, c = (x.ctypes.data_as(ctypes.c_void_p) for x in (left, right, result))
+sgemm = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 13)(found.multiply.value)
+sgemm(b"N", b"N", n, n, n, one, a, n, b, n, zero, c, n)
 print(json.dumps([
     library.scipy_openblas_get_corename().decode(),
     library.scipy_openblas_get_num_threads(),
+    float(result[0, 0]),
 ]))
 """
 
@@ -61,6 +69,18 @@ def test_kernels_that_the_user_has_chosen_are_used_if_they_are_the_fastest(
     assert best_products(path, "Haswell") == "torch"
 
 
+def test_openblas_is_given_no_kernels_that_the_processor_cannot_run(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "cpuinfo"
+    for vendor in ("AuthenticAMD", "GenuineIntel"):
+        path.write_text(f"vendor_id : {vendor}\nflags : {ALL}\n")
+        assert kernels_of(path) == "SkylakeX"
+        path.write_text(f"vendor_id : {vendor}\nflags : fpu sse2 avx avx2 fma\n")
+        assert kernels_of(path) is None
+    assert kernels_of(tmp_path / "nothing") is None
+
+
 def test_a_processor_that_is_not_described_multiplies_as_torch_does(
     tmp_path: Path,
 ) -> None:
@@ -69,19 +89,27 @@ def test_a_processor_that_is_not_described_multiplies_as_torch_does(
     assert best_products(tmp_path / "arm", None) == "torch"
 
 
-def test_openblas_runs_on_one_thread_although_numpy_has_loaded_another() -> None:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("OPENBLAS_NUM")}
+@pytest.mark.parametrize("kernels", ["Haswell", None])
+def test_openblas_runs_on_one_thread_although_numpy_has_loaded_another(
+    kernels: str | None,
+) -> None:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("OPENBLAS_")}
+    chosen = {} if kernels is None else {"OPENBLAS_CORETYPE": kernels}
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         env={
             **kept,
+            **chosen,
             "PJRT_DEVICE": "CPU",
             "TORCH_XLA_PP_PRODUCTS": "openblas",
-            "OPENBLAS_CORETYPE": "Haswell",
         },
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
     )
-    assert json.loads(run.stdout.splitlines()[-1]) == ["Haswell", 1]
+    found, threads, product = json.loads(run.stdout.splitlines()[-1])
+    assert kernels in (None, found)
+    assert threads == 1
+    # Kernels that the processor cannot run would have ended the process.
+    assert product == 6.0

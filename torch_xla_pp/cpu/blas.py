@@ -60,16 +60,31 @@ def best_products(processor: Path, kernels: str | None) -> env.ProductsName:
         processor: Its description, as Linux gives it in /proc/cpuinfo.
         kernels: The kernels that the user chose for OpenBLAS, None for no choice.
     """
-    try:
-        lines = processor.read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        return "torch"
-    facts = {key.strip(): text for key, _, text in (x.partition(":") for x in lines)}
-    is_intel = facts.get("vendor_id", "").strip() == "GenuineIntel"
-    has_avx512 = set(facts.get("flags", "").split()) >= _AVX512
+    is_intel, has_avx512 = _facts_of(processor)
     if is_intel or not has_avx512:
         return "torch"
     return "openblas" if kernels in (None, *_KERNELS) else "xla"
+
+
+def kernels_of(processor: Path) -> str | None:
+    """Return the kernels for OpenBLAS on a processor, None for those that it chooses.
+
+    Args:
+        processor: Its description, as Linux gives it in /proc/cpuinfo.
+    """
+    _, has_avx512 = _facts_of(processor)
+    return _KERNELS[0] if has_avx512 else None
+
+
+def _facts_of(processor: Path) -> tuple[bool, bool]:
+    """Return whether a processor is of Intel, and whether it has AVX-512."""
+    try:
+        lines = processor.read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return False, False
+    facts = {key.strip(): text for key, _, text in (x.partition(":") for x in lines)}
+    is_intel = facts.get("vendor_id", "").strip() == "GenuineIntel"
+    return is_intel, set(facts.get("flags", "").split()) >= _AVX512
 
 
 def _mkl() -> Blas:
@@ -80,7 +95,7 @@ def _mkl() -> Blas:
 
 def _openblas() -> Blas:
     """Load another copy: NumPy's has chosen its kernels already."""
-    with env.openblas_choices(_KERNELS[0]):
+    with env.openblas_choices(kernels_of(_PROCESSOR)):
         # The import loads it already.
         import scipy_openblas32
 
