@@ -128,7 +128,10 @@ def test_without_rules_nothing_is_laid_out(mesh: Any) -> None:
 
 
 class Attention(nn.Module):
-    """Products over merged dimensions: linear layers with a bias, and attention."""
+    """Products over merged dimensions: linear layers with a bias, and attention.
+
+    It begins with what needs no input: positions.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,6 +139,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(8, 8, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(3.0, device=x.device)
+        x = x + positions.unsqueeze(1)
         q, k, v = self.qkv(x).unflatten(-1, (2, 12)).transpose(1, 2).chunk(3, -1)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(-2))

@@ -36,11 +36,11 @@ STAGES = (("embed", "block.up"), ("block.down", "head"))
 # In the programs of CPU devices a reduce-scatter is an all-reduce and a slice.
 KIND = {"reduce-scatter": "all-reduce"}
 # What XLA does besides, by rank and preset: a device needs the tokens of all rows for
-# the columns of a table that it keeps; and in place of the hidden value's gradient XLA
-# makes the weight whole that it is a product of.
-BESIDES = {
-    (0, "fsdp"): Counter({("B", "all-gather"): ROWS * LENGTH * 8}),
-    (1, "tp"): Counter({("B", "all-gather"): 4 * HIDDEN * (WIDTH - ROWS * LENGTH)}),
+# the columns of a table that it keeps. Where XLA multiplies itself, it makes the weight
+# whole that the hidden value's gradient is a product of, in place of that.
+BESIDES = {(0, "fsdp"): Counter({("B", "all-gather"): ROWS * LENGTH * 8})}
+BESIDES_OF_PRODUCTS = {
+    (1, "tp"): Counter({("B", "all-gather"): 4 * HIDDEN * (WIDTH - ROWS * LENGTH)})
 }
 
 Bytes = Counter[tuple[str, str]]
@@ -144,7 +144,17 @@ def exchanged_in(plan: PipelinePlan, stage: int) -> Bytes:
 
 
 @pytest.mark.worlds
-def test_exchanges_and_bytes_are_those_of_the_programs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("products", "besides"),
+    [("torch", BESIDES), ("xla", BESIDES | BESIDES_OF_PRODUCTS)],
+)
+def test_exchanges_and_bytes_are_those_of_the_programs(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    products: str,
+    besides: dict[tuple[int, str], Bytes],
+) -> None:
+    monkeypatch.setenv("TORCH_XLA_PP_PRODUCTS", products)
     presets = ("dp", "fsdp", "tp")
     with Worlds() as worlds:
         args = (presets, str(tmp_path))
@@ -154,7 +164,7 @@ def test_exchanges_and_bytes_are_those_of_the_programs(tmp_path: Path) -> None:
             presets, found, strict=True
         ):
             expected = exchanged_in(plan, rank)
-            expected.update(BESIDES.get((rank, preset), {}))
+            expected.update(besides.get((rank, preset), {}))
             assert exchanged == expected, (rank, preset)
             held = plan.predicted.ranks[rank].bytes
             assert saved == held.saved + held.outputs, (rank, preset)

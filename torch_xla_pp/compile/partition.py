@@ -413,7 +413,10 @@ class _Piece:
         """
         if name not in self._inputs:
             last = next(reversed(self._inputs.values()), None)
-            with self._graph.inserting_after(last):
+            graph = self._graph
+            # Without a node, after is at the end, and before at the beginning.
+            place = graph.inserting_after(last) if last else graph.inserting_before()
+            with place:
                 added = self._graph.placeholder(f"arg_{len(self._inputs)}")
             added.meta["val"] = like.meta.get("val")
             self._inputs[name] = added
