@@ -4,9 +4,11 @@
     python benchmarks/prediction.py --size large --microbatches 4 16 --json
 
 Two ranks of one local device each, rank r with all its threads on core r; torch's
-schedule classes; steps are recorded with `profile_step`. The cells take turns, one
-step each. In every round, what actions and messages take is measured in few cells,
-marked with *: one for each set of stages and kinds. From that all cells are predicted.
+schedule classes; steps are recorded with `profile_step`. The cells take turns of two
+steps, of which the second one is recorded: in the first, what the cell works on comes
+back into the caches, from which the other cells have driven it. In every round, what
+actions and messages take is measured in few cells, marked with *: one for each set of
+stages and kinds. From that all cells are predicted.
 Columns, as the JSON names them, all of which are medians over the rounds:
 
 measured_s: From the first action's start to the last one's end.
@@ -44,7 +46,7 @@ from torch_xla_pp.simulate import (
 )
 from torch_xla_pp.timeline import Timeline, summarize
 
-ROUNDS = 7
+ROUNDS = 11
 WARM_UP_ROUNDS = 3
 # Schedules that are measured, by the number of stages of a rank; together they have all
 # kinds of actions.
@@ -75,9 +77,10 @@ def recorded(
 
 
 def recorded_step(side: Side) -> Timeline:
-    """Record one step."""
+    """Record one step, behind another one."""
     import torch_xla_pp as xpp
 
+    side.step()
     with xpp.profile_step(side.runner) as profile:
         side.step()
     return profile.timeline
