@@ -28,7 +28,7 @@ demo: $(STAMP)
 	@OMP_NUM_THREADS=1 PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 $(ARGS)
 
 # The compiler alone, outside of the environment: its licence is its own.
 LIBTPU ?= 0.0.21

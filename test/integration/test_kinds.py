@@ -10,7 +10,11 @@ import torch_xla.debug.metrics as metrics
 from joining import join
 from logged import logged
 from torch import Tensor, nn
-from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    SplitPoint,
+)
 from torch.nn import functional as F
 
 import torch_xla_pp as xpp
@@ -157,14 +161,20 @@ def test_dropout_does_not_depend_on_split_schedule_or_devices(worlds: Worlds) ->
     assert torch.equal(first, run((3, 1), 2))
 
 
-def train_with_autocast() -> tuple[str, float]:
+def train_with_autocast(is_traced: bool) -> tuple[str, float]:
     """Train under autocast, on the outside of the step; then without."""
     torch.manual_seed(0)
     parts = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     reference = copy.deepcopy(parts)
     group = join()
-    stage, schedule = two_stages(parts[group.rank()])
     x, y = torch.randn(2, 4, WIDTH)
+    if is_traced:
+        cut = {"1": SplitPoint.BEGINNING}
+        pipe = xpp.pipeline(parts, (x[:2],), split_spec=cut)
+        stage = pipe.build_stage(group.rank(), xpp.device(), group)
+        schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=F.mse_loss)
+    else:
+        stage, schedule = two_stages(parts[group.rank()])
     with torch.autocast("xla", dtype=torch.bfloat16):
         output = call(schedule.step, stage, x, y)
     for part_x, part_y in zip(x.chunk(2), y.chunk(2), strict=True):
@@ -183,8 +193,12 @@ def train_with_autocast() -> tuple[str, float]:
     )
 
 
-def test_autocast_is_part_of_the_kind(worlds: Worlds) -> None:
-    (_, first), (dtypes, last) = worlds.run(train_with_autocast, ranks=2)
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_autocast_is_part_of_the_kind(worlds: Worlds, is_traced: bool) -> None:
+    """A traced stage takes what the one before makes under autocast."""
+    (_, first), (dtypes, last) = worlds.run(
+        train_with_autocast, ranks=2, args=(is_traced,)
+    )
     assert dtypes == "torch.bfloat16 torch.float32"
     # One product in bfloat16 is off by up to 2**-8 of the largest term.
     assert max(first, last) < 2e-2

@@ -7,7 +7,7 @@ from torch_xla_pp.errors import StageShapeError
 from torch_xla_pp.mesh import TensorSpec
 from torch_xla_pp.plan import StageInputs
 from torch_xla_pp.plan.claims import Claim, StageClaim, claim_faults, wiring_of
-from torch_xla_pp.plan.stage_plan import check_fits
+from torch_xla_pp.plan.stage_plan import cast_inputs, check_fits
 
 pytestmark = pytest.mark.pure
 
@@ -96,3 +96,18 @@ def test_offers_that_do_not_fit_name_both_sides() -> None:
     text = r"stage 1: expected inputs float32\[2, 4\], got float32\[2, 3\] from stage 0"
     with pytest.raises(StageShapeError, match=text):
         check_fits(1, "stage 0", [spec], ["float32[2, 4]"])
+
+
+def test_autocast_changes_the_floats_that_a_stage_expects() -> None:
+    half, whole, index = (
+        TensorSpec(shape=(2, 3), dtype=dtype, partition=(None, None))
+        for dtype in (torch.bfloat16, torch.float32, torch.int64)
+    )
+    own = ["float32[2, 3]", "float32[2, 3]", "int64[2, 3]"]
+    found = cast_inputs(own, [half, whole, index], torch.bfloat16)
+    assert found == ["bfloat16[2, 3]", *own[1:]]
+    # Not where it is off, nor other shapes, dtypes or numbers of inputs.
+    assert cast_inputs(own, [half, whole, index], None) == own
+    other = ["float32[2, 4]", "float64[2, 3]", "int64[2, 3]"]
+    assert cast_inputs(other, [half, half, half], torch.bfloat16) == other
+    assert cast_inputs(own, [half], torch.bfloat16) == own

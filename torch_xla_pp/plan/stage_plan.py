@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_xla_pp.errors import StageShapeError
@@ -106,12 +107,14 @@ class StagePlanner:
             that the schedule may pass in, None for any.
         expected_inputs: Texts of the positional inputs that the stage requires, None
             for any.
+        autocast: The dtype of autocast, None where it is off.
     """
 
     stage: int
     layout: RankLayout
     free_parameters: Callable[[int, Sequence[str]], frozenset[str] | None]
     expected_inputs: tuple[str, ...] | None = None
+    autocast: torch.dtype | None = None
 
     def needed(self, wiring: Wiring) -> list[int]:
         """Return the stages whose offers a plan is made from.
@@ -211,7 +214,28 @@ class StagePlanner:
     ) -> None:
         if self.expected_inputs is not None:
             source = names_of_stages(producers) if producers else "the batch"
-            check_fits(self.stage, source, inputs, self.expected_inputs)
+            own = cast_inputs(self.expected_inputs, inputs, self.autocast)
+            check_fits(self.stage, source, inputs, own)
+
+
+def cast_inputs(
+    own: Sequence[str], offered: Sequence[TensorSpec], autocast: torch.dtype | None
+) -> list[str]:
+    """Return what a stage expects where autocast has changed what it is offered.
+
+    Args:
+        own: The inputs that the stage expects without autocast, as texts.
+        offered: The offered values.
+        autocast: The dtype of autocast, None where it is off.
+    """
+    if len(own) != len(offered):
+        return list(own)
+    return [
+        str(spec)
+        if spec.dtype == autocast and text == str(replace(spec, dtype=torch.float32))
+        else text
+        for text, spec in zip(own, offered, strict=True)
+    ]
 
 
 def check_fits(
@@ -234,7 +258,7 @@ def check_fits(
     raise StageShapeError(
         f"stage {stage}: expected inputs {', '.join(own)}, got {', '.join(got)} from "
         f"{source}. Make shapes and dtypes equal: check the batch size, the number of "
-        "microbatches and the model's split."
+        "microbatches, the model's split, and autocast on all ranks."
     )
 
 

@@ -46,6 +46,7 @@ from torch_xla_pp.plan import (
     StagePlanner,
     Value,
     Wiring,
+    autocast_dtype,
     describe_all,
 )
 from torch_xla_pp.runtime.gradients.finish import StageGradients
@@ -281,17 +282,21 @@ class StageModel:
         return number
 
     def planner_for(self, shapes: int) -> StagePlanner:
-        """Return the planner of the stage for these shapes."""
-        if shapes == 0 or not isinstance(self.module, fx.GraphModule):
-            return self.planner
-        expected = inputs_in_shapes(self.module, shapes)
-        return replace(self.planner, expected_inputs=_texts(expected))
+        """Return the planner of the stage for these shapes, under this autocast."""
+        expected = self.planner.expected_inputs
+        if shapes and isinstance(self.module, fx.GraphModule):
+            expected = _texts(inputs_in_shapes(self.module, shapes))
+        return replace(
+            self.planner, expected_inputs=expected, autocast=autocast_dtype()
+        )
 
     def trace_ahead(self, shapes: int) -> None:
         """Trace the stage before other stages have told what it takes.
 
-        Only if it is known what that looks like.
+        Only if it is known what that looks like, which depends on autocast.
         """
+        if autocast_dtype() is not None:
+            return
         examples = self._input_args
         if shapes and isinstance(self.module, fx.GraphModule):
             examples = inputs_in_shapes(self.module, shapes)
