@@ -73,6 +73,46 @@ def test_an_example_that_is_not_where_the_model_is() -> None:
             xpp.pipeline(model, mb_args=(example,), split_spec=CUT)
 
 
+class Choosing(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = -x
+        return super().forward(x)
+
+
+class Counting(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Scripted(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.jit.script(self.first)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Choosing, "if x.sum() > 0"),
+        (Counting, "attributes that a forward writes"),
+        (Scripted, "ScriptModules aren't supported"),
+    ],
+)
+def test_a_model_that_cannot_be_traced_says_why(model: type[Two], reason: str) -> None:
+    with pytest.raises(xpp.PipelineError) as caught:
+        xpp.pipeline(model(), mb_args=(torch.ones(2, 4),), split_spec=CUT)
+    text = str(caught.value)
+    assert text.startswith("trace: expected a model that torch.export traces")
+    assert reason in text
+    assert text.endswith("or cut the stages by hand with PipelineStage.")
+
+
 def test_split_points_and_a_policy_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="got split_spec and split_policy. Leave"):
         xpp.pipeline(

@@ -158,6 +158,6 @@ def test_a_model_that_cannot_be_traced_gives_one_error(
     script.write_text(SCRIPT)
     assert main(["plan", f"{script}:choosing", "--rows", "8", "--ranks", "2"]) == 1
     message = capsys.readouterr().err
-    assert "error: trace_work: expected a model that torch.export traces" in message
+    assert "error: trace: expected a model that torch.export traces" in message
     # The line that is at fault.
     assert "if x.sum() > 0 else" in message

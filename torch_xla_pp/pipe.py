@@ -340,6 +340,7 @@ def pipeline(
             `plan` is given; or `activations` do not fit the model.
         PlanError: The model cannot be split at its marks, or is not the one that was
             planned.
+        PipelineError: The model cannot be traced.
 
     Example:
         >>> pipe = pipeline(model, mb_args=(x,),

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import logging
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from types import CodeType
@@ -18,6 +19,7 @@ from torch.distributed.pipelining._IR import (
     aten_pipe_split_alias,
 )
 
+from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.graph import OtherMode, move_devices, replaced
 from torch_xla_pp.phases import phase
 
@@ -96,9 +98,23 @@ def _exported(
 
     Nobody asks the guards of this trace. To compile code torch would try which
     instructions the processor has, in processes that each import torch.
+
+    Raises:
+        PipelineError: The model cannot be traced; it says why, and where.
     """
-    with torch._dynamo.config.patch(enable_cpp_symbolic_shape_guards=False):
-        return Pipe._trace_with_export(_traceable(module), args, kwargs)
+    try:
+        with torch._dynamo.config.patch(enable_cpp_symbolic_shape_guards=False):
+            return Pipe._trace_with_export(_traceable(module), args, kwargs)
+    except RuntimeError as error:
+        # Upstream's text is the same for all causes.
+        why = error.__cause__ or error
+        text = textwrap.indent(f"{type(why).__name__}: {why}".strip(), "  ")
+        raise PipelineError(
+            "trace: expected a model that torch.export traces as one graph, got one "
+            f"that it does not:\n{text}\nTake control flow that depends on values, and "
+            "attributes that a forward writes, out of the model (numbers that change "
+            "belong into buffers), or cut the stages by hand with PipelineStage."
+        ) from error
 
 
 def trace(

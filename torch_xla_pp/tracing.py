@@ -5,12 +5,11 @@ be applied to the other.
 """
 
 import contextlib
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 from torch_xla_pp.compile import (
     cost_of_loss,
@@ -20,7 +19,6 @@ from torch_xla_pp.compile import (
     work_of,
 )
 from torch_xla_pp.deferred import as_on_host, back_to_meta, parameter_names
-from torch_xla_pp.errors import PlanError
 from torch_xla_pp.graph import (
     indexing_by_tensors,
     keeping_autograd_functions,
@@ -87,13 +85,14 @@ def trace_work(
         target: Example of one microbatch's target.
 
     Raises:
-        PlanError: The model has operations that cannot be split.
+        PipelineError: The model cannot be traced, or has operations that cannot be
+            split.
     """
     device()
     names = parameter_names(module)
     with tracing(module, names, dict(activations or {})) as faked:
         args, kwargs = faked((mb_args, mb_kwargs))
-        traced = _traced(module, args, kwargs)
+        traced = trace(module, args, kwargs)
     back_to_meta(traced)
     unknown, output = unknown_ops(traced), returned_by(traced)
     work = work_of(
@@ -107,16 +106,3 @@ def trace_work(
     if loss_fn is None:
         return work
     return work.with_loss(cost_of_loss(output, loss_fn, target, work.rows))
-
-
-def _traced(module: nn.Module, args: Any, kwargs: Any) -> fx.GraphModule:
-    """Trace a model, or raise with the line that cannot be traced."""
-    try:
-        return trace(module, args, kwargs)
-    except RuntimeError as error:
-        why = f"{error.__cause__ or error}".strip()
-        raise PlanError(
-            "trace_work: expected a model that torch.export traces as one graph, got "
-            f"one that it does not:\n{textwrap.indent(why, '  ')}\nTake control flow "
-            "that depends on values out of the model, or write its work by hand."
-        ) from error
