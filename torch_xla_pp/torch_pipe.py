@@ -114,7 +114,7 @@ def _exported(
             f"that it does not:\n{text}\nTake control flow that depends on values, and "
             "attributes that a forward writes, out of the model (numbers that change "
             "belong into buffers), or cut the stages by hand with PipelineStage."
-        ) from error
+        ) from why
 
 
 def trace(

@@ -143,7 +143,7 @@ def test_a_job_that_is_asked_to_end_saves_and_goes_on_with_other_ranks(
     output = job.end()
     assert job.process.returncode != 0
     if whom == "rank":
-        assert len(re.findall(r"exitcode\s*: 75\b", output)) == 2, output
+        assert set(re.findall(r"exitcode\s*: (-?\d+)", output)) == {"75"}, output
     last = max(job.losses())
     assert latest(tmp_path) == tmp_path / f"step-{last}"
     assert 4 <= last < STEPS
