@@ -1,8 +1,8 @@
 """Measure the times of a model's parts on this machine, for a planner.
 
-Every work of the model runs as a stage of its own, all of them on this rank, and the
-model runs as one stage. The difference between the sum of works and the one stage is
-the time to start their programs.
+Every work of the model runs as a stage of its own, all of them on this rank. A stage of
+many works takes less than these add up to, as operations of several works become one.
+So the model runs as a few stages, too, and the times of their works are scaled to them.
 """
 
 import copy
@@ -24,13 +24,17 @@ from torch_xla_pp.planner import MeasuredCosts, RowSeconds, WorkSeconds
 from torch_xla_pp.profile import profile_step
 from torch_xla_pp.runtime import PipelineStage, ScheduleFromTable
 from torch_xla_pp.schedule import Action, Kind, Schedule
-from torch_xla_pp.simulate import measured_costs
+from torch_xla_pp.simulate import (
+    ActionSeconds,
+    even_stages,
+    measured_costs,
+    scaled_seconds,
+)
 from torch_xla_pp.work import WorkGraph
 
 _MICROBATCHES = 2
 _WARM_UP_STEPS = 2
-
-_Seconds = dict[tuple[int, Kind], float]
+_NUM_STAGES = 4
 
 
 def measure_work(
@@ -75,29 +79,34 @@ def measure_work(
             "Run it before the job, or pass a group of this rank alone."
         )
     counts = _counts(rows, (mb_args, mb_kwargs))
-    homes = {op: n for n, item in enumerate(work.works) for op in item.ops}
-    names = tuple(f"work_{n}" for n in range(len(work.works)))
-    parts = GivenStages(names=names, stages=homes)
-    whole = GivenStages(names=("whole",), stages=dict.fromkeys(homes, 0))
-    apart: list[_Seconds] = []
-    together: list[_Seconds] = []
-    for count in counts:
-        for given, found in ((parts, apart), (whole, together)):
-            args, kwargs, labels = _first((mb_args, mb_kwargs, target), count)
-            pipe = split_as(
-                copy.deepcopy(module), args, kwargs, given, activations=activations
-            )
-            stages = [
-                pipe.build_stage(n, device(), group) for n in range(pipe.num_stages)
-            ]
-            example = args, kwargs or {}, labels
-            found.append(_seconds(stages, example, loss_fn, steps))
-    action_s = _action_s(apart, together, len(work.works))
+
+    def run(stages: Sequence[int], count: int) -> ActionSeconds:
+        homes = zip(work.works, stages, strict=True)
+        given = GivenStages(
+            names=tuple(f"stage_{n}" for n in range(1 + max(stages))),
+            stages={op: stage for item, stage in homes for op in item.ops},
+        )
+        args, kwargs, labels = _first((mb_args, mb_kwargs, target), count)
+        pipe = split_as(
+            copy.deepcopy(module), args, kwargs, given, activations=activations
+        )
+        built = [pipe.build_stage(n, device(), group) for n in range(pipe.num_stages)]
+        return _seconds(built, (args, kwargs or {}, labels), loss_fn, steps)
+
+    apart = [run(range(len(work.works)), count) for count in counts]
+    stages = even_stages(apart[-1], len(work.works), _NUM_STAGES)
+    together = [run(stages, count) for count in counts]
+    # The smallest work computes next to nothing.
+    action_s = min(
+        s for found in apart for (_, kind), s in found.items() if kind == "F"
+    )
+    pairs = zip(apart, together, strict=True)
+    scaled = [scaled_seconds(*pair, stages, action_s) for pair in pairs]
     return MeasuredCosts(
         device=device_kind().lower(),
         rows=tuple(counts),
         action_s=action_s,
-        works=_works(work, counts, apart, action_s),
+        works=_works(work, counts, scaled),
     )
 
 
@@ -128,7 +137,7 @@ def _seconds(
     example: tuple[tuple[Any, ...], dict[str, Any], Any],
     loss_fn: Callable[[Any, Any], Any],
     steps: int,
-) -> _Seconds:
+) -> ActionSeconds:
     """Run steps of all stages, and return the time of each kind of action."""
     found: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
     args, kwargs, target = pytree.tree_map(_repeated, example)
@@ -144,6 +153,8 @@ def _seconds(
                 continue
             for action, seconds in measured_costs([profile.timeline]).seconds.items():
                 found[action].append(seconds)
+    if len(stages) == 1:
+        found[0, "I"], found[0, "W"] = [0.0], found[0, "B"]
     return {action: median(seconds) for action, seconds in found.items()}
 
 
@@ -166,21 +177,8 @@ def _table(num_stages: int, order: Sequence[Kind]) -> Schedule:
     return Schedule(actions=(tuple(row),))
 
 
-def _action_s(
-    apart: Sequence[_Seconds], together: Sequence[_Seconds], num_works: int
-) -> float:
-    """Return by how much another program makes a forward or a backward longer."""
-    if num_works == 1:
-        return 0.0
-    longer = [
-        sum(s for (_, kind), s in parts.items() if kind in "FB") - sum(whole.values())
-        for parts, whole in zip(apart, together, strict=True)
-    ]
-    return max(0.0, fmean(longer) / (2 * (num_works - 1)))
-
-
 def _works(
-    work: WorkGraph, rows: Sequence[int], apart: Sequence[_Seconds], action_s: float
+    work: WorkGraph, rows: Sequence[int], seconds: Sequence[ActionSeconds]
 ) -> tuple[WorkSeconds, ...]:
     """Return the times of each kind of work; equal works are taken together."""
     alike: defaultdict[str, list[int]] = defaultdict(list)
@@ -188,8 +186,8 @@ def _works(
         alike[item.digest].append(number)
 
     def line(numbers: Sequence[int], kind: Kind) -> RowSeconds:
-        means = [fmean(found[n, kind] for n in numbers) for found in apart]
-        return RowSeconds.fitted(rows, [max(0.0, s - action_s) for s in means])
+        means = [fmean(found[n, kind] for n in numbers) for found in seconds]
+        return RowSeconds.fitted(rows, means)
 
     return tuple(
         WorkSeconds(

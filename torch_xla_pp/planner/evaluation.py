@@ -298,8 +298,7 @@ class Evaluator:
         held = held or _Held.of(self, cut, works)
         forward, inputs, weights = stage_times(works, cut)
         if setting.schedule in SPLIT if is_split is None else is_split:
-            inputs = inputs + _sums(cut, works.split_s)
-            weights = weights + self.cluster.device.action_s
+            inputs, weights = split_times(works, cut, inputs, weights)
         times = zip(forward, inputs, weights, strict=True)
         stages = range(cut.num_stages)
         flows = flows_of(self.table, works, cut.stages, self.has_own_inputs)
@@ -339,6 +338,28 @@ def stage_times(works: WorkCosts, cut: Cut) -> tuple[Array, Array, Array]:
     if "full" in cut.remat:
         inputs += forward * [remat == "full" for remat in cut.remat]
     return forward + action_s, inputs, weights
+
+
+def split_times(
+    works: WorkCosts, cut: Cut, inputs: Array, weights: Array
+) -> tuple[Array, Array]:
+    """Return the times of I and W of each stage if they are programs of their own.
+
+    Without a gradient to send there is no I, and W is the whole backward.
+
+    Args:
+        works: The costs of works.
+        cut: The cut.
+        inputs: Times of I in one program with W.
+        weights: The same of W.
+    """
+    have_inputs = _have_input_grads(works.table, cut)
+    apart = inputs + _sums(cut, works.split_s)
+    late = weights + works.cluster.device.action_s
+    return (
+        np.where(have_inputs, apart, 0.0),
+        np.where(have_inputs, late, inputs + weights),
+    )
 
 
 def _add_borders(works: WorkCosts, cut: Cut, forward: Array, inputs: Array) -> None:

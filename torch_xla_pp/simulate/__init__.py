@@ -13,10 +13,16 @@ from torch_xla_pp.simulate.expected import expected_step_s
 from torch_xla_pp.simulate.job_links import AxisLink, JobLinks, ring_all_reduce_s
 from torch_xla_pp.simulate.measured import measured_costs, measured_network
 from torch_xla_pp.simulate.network import Link, Network
+from torch_xla_pp.simulate.scaled_seconds import (
+    ActionSeconds,
+    even_stages,
+    scaled_seconds,
+)
 from torch_xla_pp.simulate.seconds import StepOrder, step_seconds
 from torch_xla_pp.simulate.simulation import simulate
 
 __all__ = [
+    "ActionSeconds",
     "AxisLink",
     "Calibration",
     "Costs",
@@ -28,10 +34,12 @@ __all__ = [
     "chain_flows",
     "edge_flows",
     "estimated_costs",
+    "even_stages",
     "expected_step_s",
     "measured_costs",
     "measured_network",
     "ring_all_reduce_s",
+    "scaled_seconds",
     "simulate",
     "stage_seconds",
     "step_seconds",
