@@ -38,7 +38,7 @@ def other_plans(
             return not _is_same(change, setting, mine)
 
         try:
-            found = search(asked, evaluator, differs)
+            found = search(asked, evaluator, differs, has_moves=change == "schedule")
         except ValueError:
             continue
         if found.best:

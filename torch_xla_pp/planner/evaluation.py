@@ -6,7 +6,8 @@ Stages are numbered so that values go to higher ones only.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -137,7 +138,7 @@ class Evaluation:
         cut: The cut.
         step_s: Seconds of a step.
         costs: The costs of its stages.
-        ranks: The bytes of each rank.
+        held_bytes: The parts of each rank's bytes, as in `RankBytes`: (ranks, parts).
         order: The order of actions.
         capacity_bytes: The memory of a device for it.
         rule: The rule that made the order, if it is listed.
@@ -146,15 +147,22 @@ class Evaluation:
     cut: Cut
     step_s: float
     costs: Costs
-    ranks: tuple[RankBytes, ...]
+    held_bytes: NDArray[np.int_]
     order: PlannedOrder
     capacity_bytes: int
     rule: OrderRule | None = None
 
-    @property
+    @cached_property
+    def ranks(self) -> tuple[RankBytes, ...]:
+        """The bytes of each rank."""
+        names = [part.name for part in fields(RankBytes)]
+        lines = self.held_bytes.tolist()
+        return tuple(RankBytes(**dict(zip(names, line, strict=True))) for line in lines)
+
+    @cached_property
     def peak_bytes(self) -> int:
         """The most that a device holds."""
-        return max(rank.total for rank in self.ranks)
+        return int(self.held_bytes.sum(1).max())
 
     @property
     def fits(self) -> bool:
@@ -277,7 +285,7 @@ class Evaluator:
             cut=cut,
             step_s=step_seconds(order, costs, self.cluster.network),
             costs=costs,
-            ranks=tuple(_rank_bytes(held, order)),
+            held_bytes=_rank_bytes(held, order),
             order=order,
             capacity_bytes=self.cluster.capacity_bytes,
             rule=rule,
@@ -574,24 +582,24 @@ def _kept_bytes(works: WorkCosts, cut: Cut) -> Array:
     return found
 
 
-def _rank_bytes(held: _Held, order: PlannedOrder) -> list[RankBytes]:
+def _rank_bytes(held: _Held, order: PlannedOrder) -> NDArray[np.int_]:
     """Return the bytes of a device of each rank at the peak of its saved values."""
-    found = []
-    for stages, live, waiting in order.live_rows:
-        saved, kept = live @ held.saved[stages], live @ held.outputs[stages]
-        passed = waiting @ held.passed[stages]
-        most = (saved + passed + kept).argmax()
-        found.append(
-            RankBytes(
-                parameters=round(held.parameters[stages].sum()),
-                gradients=round(held.gradients[stages].sum()),
-                optimizer=round(held.optimizer[stages].sum()),
-                saved=round(saved[most]),
-                passed=round(passed[most]),
-                outputs=round(kept[most]),
-                temporary=round(held.temporary[stages].max()),
-            )
-        )
+    stages, has, live, waiting = order.live_table
+    own, each = np.arange(len(stages)), stages[:, None, :]
+    saved = (live * held.saved[each]).sum(2)
+    kept = (live * held.outputs[each]).sum(2)
+    passed = (waiting * held.passed[each]).sum(2)
+    most = (saved + passed + kept).argmax(1)
+    parts = (
+        (held.parameters[stages] * has).sum(1),
+        (held.gradients[stages] * has).sum(1),
+        (held.optimizer[stages] * has).sum(1),
+        saved[own, most],
+        passed[own, most],
+        kept[own, most],
+        (held.temporary[stages] * has).max(1),
+    )
+    found: NDArray[np.int_] = np.rint(np.stack(parts, 1)).astype(int)
     return found
 
 

@@ -54,11 +54,12 @@ class ListedCandidates:
             key = evaluation.sort_key
             self._found[listed] = min(key, self._found.get(listed, key))
 
-    def best(self, request: Request) -> Iterator[Evaluation]:
+    def best(self, request: Request, *, has_moves: bool) -> Iterator[Evaluation]:
         """Yield the best of them with orders of their own, and what moves lead to.
 
         Args:
             request: The request.
+            has_moves: Whether to move from them.
         """
         tried = [self._evaluator.evaluate(cut, LIST_RULES[:1]) for cut in self._some()]
         yield from tried
@@ -67,7 +68,7 @@ class ListedCandidates:
         )
         starts = [self._ruled(cut) for cut in cuts]
         yield from starts
-        if request.planner == "full" and request.stages is None:
+        if has_moves and request.stages is None:
             left = _MOVED
             for start in _best_of_settings(starts):
                 most = left // (2 * num_actions_of(start.cut))

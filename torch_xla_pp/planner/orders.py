@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,9 +117,39 @@ class PlannedOrder(StepOrder):
         """
         return tuple(_live_row(row) for row in self.schedule.actions)
 
+    @cached_property
+    def live_table(self) -> "LiveTable":
+        """The same for all ranks at once."""
+        rows = self.live_rows
+        num_stages = max(len(stages) for stages, _, _ in rows)
+        shape = len(rows), max(len(live) for _, live, _ in rows), num_stages
+        stages, has = np.zeros((len(rows), num_stages), int), np.zeros(shape[::2], bool)
+        live, waiting = np.zeros(shape, int), np.zeros(shape, int)
+        for rank, (own, own_live, own_waiting) in enumerate(rows):
+            stages[rank, : len(own)], has[rank, : len(own)] = own, True
+            live[rank, : len(own_live), : len(own)] = own_live
+            waiting[rank, : len(own_live), : len(own)] = own_waiting
+        return LiveTable(stages, has, live, waiting)
+
 
 _Counts = tuple[int, ...]
 LiveRow = tuple[NDArray[np.int_], NDArray[np.int_], NDArray[np.int_]]
+
+
+class LiveTable(NamedTuple):
+    """The stages of all ranks, and their live microbatches, filled up to equal counts.
+
+    Args:
+        stages: Each rank's stages, 0 where it has no more: (ranks, stages).
+        has: Whether it has: (ranks, stages).
+        live: Microbatches from F to B or I: (ranks, times, stages).
+        waiting: Those from I to W, likewise.
+    """
+
+    stages: NDArray[np.int_]
+    has: NDArray[np.bool_]
+    live: NDArray[np.int_]
+    waiting: NDArray[np.int_]
 
 
 @lru_cache(maxsize=256)

@@ -103,6 +103,8 @@ def search(
     request: Request,
     evaluator: Evaluator,
     allowed: Callable[[Setting], bool] = lambda setting: True,
+    *,
+    has_moves: bool = True,
 ) -> SearchResult:
     """Return the best cuts of all settings that may be the best.
 
@@ -110,6 +112,7 @@ def search(
         request: The request.
         evaluator: Evaluates cuts.
         allowed: Which of the settings to try.
+        has_moves: Whether the full planner improves the best cuts.
 
     Raises:
         ValueError: No setting is possible.
@@ -141,7 +144,8 @@ def search(
             found.add(evaluation, is_asked=setting in asked)
             if evaluation.fits:
                 limit_s = min(limit_s, evaluation.step_s)
-    if request.planner == "full":
+    has_moves = has_moves and request.planner == "full"
+    if has_moves:
         left = _MOVED
         for start in found.take_starts():
             if request.stages is not None:
@@ -154,7 +158,7 @@ def search(
                 left -= num_tried * num_actions
             candidates.add(better)
             found.add(better, is_asked=better.cut.setting in asked)
-    for evaluation in candidates.best(request):
+    for evaluation in candidates.best(request, has_moves=has_moves):
         found.add(evaluation)
     return found
 
