@@ -56,12 +56,19 @@ def refused(command: str, text: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--optimizer lion", "optimizer: expected one of sgd, momentum, adamw, or byt"),
         ("--remat half", "remat: expected some of none, full, got half"),
         ("--reserve 150", "a reserve of at least 0 and below 1, got 1.5"),
-        ("--devices-per-rank 2,1", "expected the same for all ranks, .* got 2, 1"),
+        (
+            "--devices-per-rank 2,1 --planner spp",
+            "expected planner full .* for ranks that differ, got spp",
+        ),
+        ("--rank-sharding 1x1,tp", "rank sharding: expected the sizes .* got 'tp'"),
         (
             "--devices-per-rank 1,1,1",
             r"one for each of the ranks \(2\), got 3: 1, 1, 1",
         ),
-        ("--device cpu,v5e", "device: expected the same for all ranks, .* cpu, v5e"),
+        (
+            "--device cpu,v5e,v5e",
+            r"device: expected one, or one for each of the ranks \(2\), got 3: cpu, v",
+        ),
         ("--device absent.json", "device: expected one of cpu"),
         ("--links absent.json", "No such file"),
         ("--fix stages=absent.json", "No such file"),

@@ -3,6 +3,7 @@
 import argparse
 import re
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch_xla_pp.cli.plan_targets import work_and_costs
@@ -115,6 +116,13 @@ def add_plan_options(command: ArgumentParser) -> None:
         "--mesh", type=_meshes, metavar="DxM,...", help="sizes of data and model to try"
     )
     add(
+        "--rank-sharding",
+        type=_names,
+        metavar="[dp:|fsdp:]DxM,...",
+        help="how each rank shares its work, such as 1x1,fsdp:2x1, in place of "
+        "--sharding and --mesh",
+    )
+    add(
         "--remat",
         type=_names,
         default=("none", "full"),
@@ -159,7 +167,7 @@ def plan_of_options(options: Namespace) -> PipelinePlan:
         device=devices,
         memory_bytes=options.memory,
         reserve=options.reserve / 100,
-        network=_network_of(options, devices[0]),
+        network=_network_of(options, devices),
         replica_link=_replica_link_of(options),
         optimizer=options.optimizer,
         replicas=options.replicas,
@@ -168,6 +176,7 @@ def plan_of_options(options: Namespace) -> PipelinePlan:
         stages_per_rank=options.stages_per_rank,
         sharding=options.sharding,
         meshes=options.mesh,
+        rank_sharding=options.rank_sharding,
         remat=options.remat,
         stages=options.fix,
         planner=options.planner,
@@ -178,12 +187,12 @@ def plan_of_options(options: Namespace) -> PipelinePlan:
     )
 
 
-def _network_of(options: Namespace, device: DeviceSpec) -> Network:
-    """Return the links of a file, or equal ones as options or the device have them."""
+def _network_of(options: Namespace, devices: Sequence[DeviceSpec]) -> Network:
+    """Return the links of a file, or equal ones as options or devices have them."""
     latency_s, gb_per_s = options.latency, options.bandwidth
     if options.links is None:
         scaled_s = None if latency_s is None else latency_s * 1e-6
-        return link_between_ranks(device, latency_s=scaled_s, gb_per_s=gb_per_s)
+        return link_between_ranks(*devices, latency_s=scaled_s, gb_per_s=gb_per_s)
     if latency_s is not None or gb_per_s is not None:
         raise ValueError(
             "plan: expected --links, or --latency and --bandwidth, got both. Leave one "

@@ -14,16 +14,22 @@ def pinned(request: Request, best: Evaluation) -> Request:
     """Return the request with every choice of a plan given."""
     setting = best.cut.setting
     strategy = setting.strategy
+    if setting.strategies:
+        request = replace(request, strategies=setting.strategies * setting.replicas)
+    else:
+        request = replace(
+            request,
+            devices_per_rank=strategy.num_devices,
+            presets=strategy.presets or request.presets,
+            meshes=((strategy.data, strategy.model),),
+        )
     return replace(
         request,
         num_ranks=setting.num_ranks * setting.replicas,
-        devices_per_rank=strategy.num_devices,
         replicas=(setting.replicas,),
         microbatches=(setting.num_microbatches,),
         schedules=(setting.schedule,),
         stages_per_rank=(setting.stages_per_rank,),
-        presets=strategy.presets or request.presets,
-        meshes=((strategy.data, strategy.model),),
     )
 
 
@@ -77,7 +83,15 @@ def _changes(
         replace(own, schedules=request.schedules, stages_per_rank=per_rank),
     )
     yield "microbatches", replace(own, microbatches=request.microbatches)
-    yield "sharding", replace(own, presets=request.presets, meshes=request.meshes)
+    yield (
+        "sharding",
+        replace(
+            own,
+            presets=request.presets,
+            meshes=request.meshes,
+            strategies=request.strategies,
+        ),
+    )
     yield (
         "replicas",
         replace(own, replicas=request.replicas, microbatches=request.microbatches),
@@ -92,7 +106,8 @@ def _is_same(change: str, other: Setting, mine: Setting) -> bool:
     return {
         "schedule": mine.schedule == other.schedule,
         "microbatches": mine.num_microbatches == other.num_microbatches,
-        "sharding": mine.strategy == other.strategy,
+        "sharding": (mine.strategy, mine.strategies)
+        == (other.strategy, other.strategies),
         "replicas": mine.replicas == other.replicas,
         "remat": False,
     }[change]
@@ -100,16 +115,21 @@ def _is_same(change: str, other: Setting, mine: Setting) -> bool:
 
 def _label(change: str, other: Evaluation) -> str:
     setting = other.cut.setting
-    strategy = setting.strategy
     return {
         "schedule": setting.schedule,
         "microbatches": f"{setting.num_microbatches} of {setting.rows} rows",
-        "sharding": " + ".join(strategy.presets) + f" ({strategy})",
+        "sharding": _sharding_text(setting),
         "replicas": f"{setting.replicas} of {setting.num_ranks} ranks, "
         f"{setting.num_microbatches} microbatches",
         "stages": "the planner's",
         "remat": "full everywhere" if "none" not in other.cut.remat else "none",
     }[change]
+
+
+def _sharding_text(setting: Setting) -> str:
+    if setting.strategies:
+        return ", ".join(strategy.text for strategy in setting.strategies)
+    return " + ".join(setting.strategy.presets) + f" ({setting.strategy})"
 
 
 def options_text(request: Request) -> str:
@@ -123,6 +143,8 @@ def options_text(request: Request) -> str:
         ("sharding", request.presets),
         ("mesh", request.meshes and [f"{d}x{m}" for d, m in request.meshes]),
         ("remat", request.remat),
+        ("devices-per-rank", request.counts),
+        ("rank-sharding", [strategy.text for strategy in request.strategies]),
     )
     if request.num_ranks is not None:
         parts.append(f"--ranks {request.num_ranks}")
@@ -147,7 +169,7 @@ def reasons_of(
     own = {
         "schedule": setting.schedule,
         "microbatches": f"{setting.num_microbatches} of {setting.rows} rows",
-        "sharding": " + ".join(setting.strategy.presets) + f" ({setting.strategy})",
+        "sharding": _sharding_text(setting),
         "replicas": f"{setting.replicas} of {setting.num_ranks} ranks",
         "stages": "the given ones",
         "remat": "full in "
@@ -161,7 +183,9 @@ def reasons_of(
                 f"{bytes_text(other.peak_bytes)} of a device in place of "
                 f"{bytes_text(best.peak_bytes)}"
             )
+        elif setting.strategies:
+            why = f"it does not fit: a device would hold {bytes_text(other.peak_bytes)}"
         else:
-            over = other.peak_bytes - best.capacity_bytes
+            over = other.peak_bytes - best.capacities[0]
             why = f"a device would need {bytes_text(over)} more than it has"
         yield f"{other.change}: {own[other.change]} and not {other.label}: {why}"

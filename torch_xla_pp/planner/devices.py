@@ -113,17 +113,35 @@ class DeviceSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankDevices:
+    """The devices of one rank of a job whose ranks differ.
+
+    Args:
+        device: Their kind.
+        count: Their number.
+    """
+
+    device: DeviceSpec
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.count} {self.device.name}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
     """The devices of a job.
 
     Args:
-        device: The kind of all devices.
+        device: The kind of all devices; of the first rank's if ranks differ.
         num_devices: Number of devices in all.
         memory_bytes: The part of a device's memory that a plan may use, None for all.
         reserve: Share of it that is left free.
         network: Links between the ranks of a pipeline.
         replica_link: The link from a rank to that of the next replica, with which it
             sums gradients; None if it is as fast as those of a pipeline.
+        ranks: The devices of each rank, those of all replicas, if ranks differ; () if
+            all have equal ones.
 
     Raises:
         ValueError: There are no devices, or the reserve is no share.
@@ -135,6 +153,7 @@ class Cluster:
     reserve: float = 0.08
     network: Network = field(default_factory=Network)
     replica_link: Link | None = None
+    ranks: tuple[RankDevices, ...] = ()
 
     def __post_init__(self) -> None:
         faults = []
@@ -155,6 +174,21 @@ class Cluster:
         memory = self.memory_bytes or self.device.memory_bytes
         return math.floor(memory * (1 - self.reserve))
 
+    def capacities(self, num_ranks: int) -> tuple[int, ...]:
+        """Return the memory of a device that stages may use on each rank.
+
+        Args:
+            num_ranks: Ranks of a pipeline.
+        """
+        if not self.ranks:
+            return (self.capacity_bytes,) * num_ranks
+        kinds = (rank.device for rank in self.ranks[:num_ranks])
+        return tuple(self.of_device(kind).capacity_bytes for kind in kinds)
+
+    def of_device(self, device: DeviceSpec) -> "Cluster":
+        """Return the cluster as if all devices were of one kind."""
+        return dataclasses.replace(self, device=device, ranks=())
+
     @property
     def link_of_replicas(self) -> Link:
         """The link from a rank to that of the next replica."""
@@ -166,15 +200,20 @@ class Cluster:
 
 
 def link_between_ranks(
-    device: DeviceSpec, *, latency_s: float | None = None, gb_per_s: float | None = None
+    *devices: DeviceSpec, latency_s: float | None = None, gb_per_s: float | None = None
 ) -> Network:
-    """Return equal links between ranks, by default as fast as those within one."""
-    return Network(
-        default=Link(
-            latency_s=device.link_latency_s if latency_s is None else latency_s,
-            bytes_per_s=device.link_bytes_per_s if not gb_per_s else gb_per_s * _GB,
-        )
-    )
+    """Return equal links between ranks, by default as fast as the slowest within one.
+
+    Args:
+        devices: The kinds of devices.
+        latency_s: The latency, None for that of the devices.
+        gb_per_s: The bandwidth in GB/s, None for that of the devices.
+    """
+    if latency_s is None:
+        latency_s = max(device.link_latency_s for device in devices)
+    rate = min(device.link_bytes_per_s for device in devices)
+    bytes_per_s = gb_per_s * _GB if gb_per_s else rate
+    return Network(default=Link(latency_s=latency_s, bytes_per_s=bytes_per_s))
 
 
 def _known(specs: Iterable[DeviceSpec]) -> dict[str, DeviceSpec]:

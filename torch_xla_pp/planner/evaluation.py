@@ -5,15 +5,15 @@ Stages are numbered so that values go to higher ones only.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_xla_pp.planner.devices import Cluster
+from torch_xla_pp.planner.devices import Cluster, DeviceSpec
 from torch_xla_pp.planner.orders import (
     LIST_RULES,
     LISTED,
@@ -22,6 +22,7 @@ from torch_xla_pp.planner.orders import (
     PlannedOrder,
     listed_order,
     planned_order,
+    sequence_of,
     usual_placement,
 )
 from torch_xla_pp.planner.strategies import Strategy
@@ -48,6 +49,8 @@ class Setting:
         num_microbatches: Microbatches of a step.
         schedule: Name of the order of actions.
         stages_per_rank: Number of stages on each rank.
+        strategies: The strategy of each rank if ranks differ, the first of which is
+            `strategy`; () if all ranks are equal.
     """
 
     num_ranks: int
@@ -57,11 +60,17 @@ class Setting:
     num_microbatches: int
     schedule: str = "1f1b"
     stages_per_rank: int = 1
+    strategies: tuple[Strategy, ...] = ()
 
     @property
     def num_stages(self) -> int:
         """Number of stages."""
         return self.num_ranks * self.stages_per_rank
+
+    @property
+    def usual_ranks(self) -> tuple[int, ...]:
+        """Rank of each stage if a plan does not say it."""
+        return usual_placement(self.schedule, self.num_ranks, self.stages_per_rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +81,8 @@ class Cut:
         setting: The other choices.
         stages: Stage of each work.
         remat: "none" or "full" for each stage.
-        placement: Rank of each stage if the schedule is "list"; () for the usual one.
+        placement: Rank of each stage if the schedule is "list" or ranks differ; () for
+            the usual one.
     """
 
     setting: Setting
@@ -88,12 +98,18 @@ class Cut:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Rank of each stage."""
-        if self.placement:
-            return self.placement
-        setting = self.setting
-        return usual_placement(
-            setting.schedule, setting.num_ranks, setting.stages_per_rank
-        )
+        return self.placement or self.setting.usual_ranks
+
+    @property
+    def sequence(self) -> tuple[int, ...] | None:
+        """The rank in the place of rank 0, 1, … of a builder's order.
+
+        It is () for these themselves, and None if no ranks have just their stages.
+        """
+        if not self.placement:
+            return ()
+        usual = self.setting.usual_ranks
+        return () if self.placement == usual else sequence_of(self.placement, usual)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +156,7 @@ class Evaluation:
         costs: The costs of its stages.
         held_bytes: The parts of each rank's bytes, as in `RankBytes`: (ranks, parts).
         order: The order of actions.
-        capacity_bytes: The memory of a device for it.
+        capacities: The memory of a device of each rank for it.
         rule: The rule that made the order, if it is listed.
     """
 
@@ -149,7 +165,7 @@ class Evaluation:
     costs: Costs
     held_bytes: NDArray[np.int_]
     order: PlannedOrder
-    capacity_bytes: int
+    capacities: tuple[int, ...]
     rule: OrderRule | None = None
 
     @cached_property
@@ -164,16 +180,20 @@ class Evaluation:
         """The most that a device holds."""
         return int(self.held_bytes.sum(1).max())
 
+    @cached_property
+    def lacking_bytes(self) -> tuple[int, ...]:
+        """What a device of each rank holds beyond what it has, below 0 if it fits."""
+        return tuple((self.held_bytes.sum(1) - self.capacities).tolist())
+
     @property
     def fits(self) -> bool:
         """Whether every rank has the memory."""
-        return self.peak_bytes <= self.capacity_bytes
+        return max(self.lacking_bytes) <= 0
 
     @property
     def sort_key(self) -> tuple[int, float, float]:
         """The key to compare plans by: those that fit by time, others by memory."""
-        over = max(0, self.peak_bytes - self.capacity_bytes)
-        return over, self.step_s, self.peak_bytes
+        return max(0, *self.lacking_bytes), self.step_s, self.peak_bytes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -205,13 +225,68 @@ class Evaluator:
     _tables: dict[object, dict[object, Any]] = field(default_factory=dict, init=False)
 
     def works(self, strategy: Strategy, rows: int) -> WorkCosts:
-        """Return the costs of works, which are cached."""
+        """Return the costs of works on the cluster's first device, which are cached."""
         key = strategy, rows
         if key not in self._works:
             self._works[key] = WorkCosts(
                 self.table, self.cluster, strategy, rows, self.optimizer_bytes
             )
         return self._works[key]
+
+    def works_of_ranks(self, setting: Setting) -> tuple[WorkCosts, ...]:
+        """Return the costs of works on each rank; equal ones are one, and cached.
+
+        Args:
+            setting: A setting for ranks that differ.
+        """
+        known = self.tables("works of ranks")
+        whole = setting.strategies, setting.rows
+        if whole not in known:
+            ranks = self.cluster.ranks[: setting.num_ranks]
+            pairs = zip(ranks, setting.strategies, strict=True)
+            known[whole] = tuple(
+                self._works_on(rank.device, strategy, setting.rows)
+                for rank, strategy in pairs
+            )
+        found: tuple[WorkCosts, ...] = known[whole]
+        return found
+
+    def _works_on(self, device: DeviceSpec, strategy: Strategy, rows: int) -> WorkCosts:
+        known = self.tables("works on devices")
+        key = device, strategy, rows
+        if key not in known:
+            cluster = self.cluster.of_device(device)
+            known[key] = WorkCosts(
+                self.table, cluster, strategy, rows, self.optimizer_bytes
+            )
+        found: WorkCosts = known[key]
+        return found
+
+    def by_stage(
+        self, cut: Cut, count: Callable[[WorkCosts], Sequence[Array]]
+    ) -> Sequence[Array]:
+        """Return arrays with an item for each stage, by what works cost on its rank.
+
+        Args:
+            cut: The cut.
+            count: The same from the costs of works on one rank.
+        """
+        setting = cut.setting
+        if not setting.strategies:
+            return count(self.works(setting.strategy, setting.rows))
+        of_ranks = self.works_of_ranks(setting)
+        kinds = {works: kind for kind, works in enumerate(dict.fromkeys(of_ranks))}
+        every = np.array([count(works) for works in kinds])
+        homes = [kinds[of_ranks[rank]] for rank in cut.ranks]
+        return tuple(every[homes, :, range(cut.num_stages)].T)
+
+    def capacities(self, num_ranks: int) -> tuple[int, ...]:
+        """Return the memory of a device of each rank of a pipeline; it is cached."""
+        known = self.tables("capacities")
+        if num_ranks not in known:
+            known[num_ranks] = self.cluster.capacities(num_ranks)
+        found: tuple[int, ...] = known[num_ranks]
+        return found
 
     def tables(self, name: object) -> dict[object, Any]:
         """Return a cache that searches with this evaluator share."""
@@ -241,8 +316,7 @@ class Evaluator:
         if self.whole is not None:
             return replace(self.whole._evaluate(self.whole_cut(cut), rules), cut=cut)
         setting = cut.setting
-        works = self.works(setting.strategy, setting.rows)
-        held = _Held.of(self, cut, works)
+        held = self._held(cut)
         if setting.schedule == LISTED:
             return self._listed(cut, held, rules)
         costs = self.costs(cut, held)
@@ -253,8 +327,12 @@ class Evaluator:
             setting.num_microbatches,
             setting.stages_per_rank,
             edges,
+            cut.sequence or (),
         )
         return self._evaluated(cut, held, costs, order)
+
+    def _held(self, cut: Cut) -> "_Held":
+        return _Held(*self.by_stage(cut, lambda works: _held_bytes(works, cut)))
 
     def _listed(
         self, cut: Cut, held: "_Held", rules: Sequence[OrderRule]
@@ -268,7 +346,14 @@ class Evaluator:
         }
         for rule in rules:
             own = costs[rule.is_split]
-            order = listed_order(rule, cut.ranks, count, own, network)
+            order = listed_order(
+                rule,
+                cut.ranks,
+                count,
+                own,
+                network,
+                has_sequences=bool(cut.setting.strategies),
+            )
             if order is not None:
                 found.append(self._evaluated(cut, held, own, order, rule))
         return min(found, key=lambda evaluation: evaluation.sort_key)
@@ -287,7 +372,7 @@ class Evaluator:
             costs=costs,
             held_bytes=_rank_bytes(held, order),
             order=order,
-            capacity_bytes=self.cluster.capacity_bytes,
+            capacities=self.capacities(cut.setting.num_ranks),
             rule=rule,
         )
 
@@ -303,12 +388,13 @@ class Evaluator:
         """
         setting = cut.setting
         works = self.works(setting.strategy, setting.rows)
-        held = held or _Held.of(self, cut, works)
-        forward, inputs, weights = stage_times(works, cut)
-        if setting.schedule in SPLIT if is_split is None else is_split:
-            inputs, weights = split_times(works, cut, inputs, weights)
-        times = zip(forward, inputs, weights, strict=True)
+        held = held or self._held(cut)
+        if is_split is None:
+            is_split = setting.schedule in SPLIT
+        count = split_stage_times if is_split else stage_times
+        times = zip(*self.by_stage(cut, lambda own: count(own, cut)), strict=True)
         stages = range(cut.num_stages)
+        # Messages are of all devices of a rank, whatever their number.
         flows = flows_of(self.table, works, cut.stages, self.has_own_inputs)
         if self.has_chain:
             flows += chain_flows(cut.num_stages)
@@ -317,13 +403,15 @@ class Evaluator:
             flows=flows,
             saved_bytes={s: round(held.saved[s]) for s in stages},
             passed_bytes={s: round(held.passed[s]) for s in stages},
-            final_s=dict(enumerate(self.final_s(cut, works))),
+            final_s=dict(enumerate(self.final_s(cut))),
         )
 
-    def final_s(self, cut: Cut, works: WorkCosts) -> list[float]:
+    def final_s(self, cut: Cut) -> list[float]:
         """Return each stage's time at the end: sums of gradients, optimizer."""
         replicas = cut.setting.replicas
-        found = _sums(cut, works.final_s(replicas))
+        (found,) = self.by_stage(
+            cut, lambda own: (stage_sums(cut, own.final_s(replicas)),)
+        )
         found = found + ring_all_reduce_s(0, replicas, self.cluster.link_of_replicas)
         link = self.cluster.network.default
         for uses in self.table.ties.values():
@@ -348,23 +436,17 @@ def stage_times(works: WorkCosts, cut: Cut) -> tuple[Array, Array, Array]:
     return forward + action_s, inputs, weights
 
 
-def split_times(
-    works: WorkCosts, cut: Cut, inputs: Array, weights: Array
-) -> tuple[Array, Array]:
-    """Return the times of I and W of each stage if they are programs of their own.
+def split_stage_times(works: WorkCosts, cut: Cut) -> tuple[Array, Array, Array]:
+    """Return the times of F, I and W of each stage if I and W are programs each.
 
     Without a gradient to send there is no I, and W is the whole backward.
-
-    Args:
-        works: The costs of works.
-        cut: The cut.
-        inputs: Times of I in one program with W.
-        weights: The same of W.
     """
+    forward, inputs, weights = stage_times(works, cut)
     have_inputs = _have_input_grads(works.table, cut)
-    apart = inputs + _sums(cut, works.split_s)
+    apart = inputs + stage_sums(cut, works.split_s)
     late = weights + works.cluster.device.action_s
     return (
+        forward,
         np.where(have_inputs, apart, 0.0),
         np.where(have_inputs, late, inputs + weights),
     )
@@ -422,8 +504,7 @@ def _homes_and_users(
     return stage_of[np.array(table.producers)], stage_of[table.uses[:, 1]]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Held:
+class _Held(NamedTuple):
     """The bytes of one device for each stage; `saved`, `passed` per microbatch."""
 
     parameters: Array
@@ -434,25 +515,26 @@ class _Held:
     outputs: Array
     temporary: Array
 
-    @classmethod
-    def of(cls, evaluator: Evaluator, cut: Cut, works: WorkCosts) -> "_Held":
-        parameters = _sums(cut, works.parameter_bytes)
-        _count_ties_once(works, cut.stages, parameters)
-        values, outputs = _value_bytes(works, cut)
-        is_full = np.array([remat == "full" for remat in cut.remat])
-        own = {remat: _sums(cut, held) for remat, held in works.saved.items()}
-        saved = values + np.where(is_full, own["full"], own["none"])
-        largest = np.zeros(cut.num_stages)
-        np.maximum.at(largest, np.array(cut.stages), works.running_bytes)
-        return cls(
-            parameters=parameters,
-            gradients=parameters,
-            optimizer=parameters * evaluator.optimizer_bytes,
-            saved=saved,
-            passed=_passed_bytes(works, cut, saved),
-            outputs=outputs,
-            temporary=largest,
-        )
+
+def _held_bytes(works: WorkCosts, cut: Cut) -> _Held:
+    """Return what stages hold, if all ranks are as the one of these costs."""
+    parameters = stage_sums(cut, works.parameter_bytes)
+    _count_ties_once(works, cut.stages, parameters)
+    values, outputs = _value_bytes(works, cut)
+    is_full = np.array([remat == "full" for remat in cut.remat])
+    own = {remat: stage_sums(cut, held) for remat, held in works.saved.items()}
+    saved = values + np.where(is_full, own["full"], own["none"])
+    largest = np.zeros(cut.num_stages)
+    np.maximum.at(largest, np.array(cut.stages), works.running_bytes)
+    return _Held(
+        parameters=parameters,
+        gradients=parameters,
+        optimizer=parameters * works.optimizer_bytes,
+        saved=saved,
+        passed=_passed_bytes(works, cut, saved),
+        outputs=outputs,
+        temporary=largest,
+    )
 
 
 def _passed_bytes(works: WorkCosts, cut: Cut, saved: Array) -> Array:
@@ -503,7 +585,7 @@ def _in_input_backward(table: WorkTable, cut: Cut) -> NDArray[np.bool_]:
     return np.array(found)
 
 
-def _sums(cut: Cut, per_work: Array) -> Array:
+def stage_sums(cut: Cut, per_work: Array) -> Array:
     """Return the sum over the works of each stage."""
     return _binned(np.array(cut.stages), per_work, cut.num_stages)
 

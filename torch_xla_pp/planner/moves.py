@@ -4,7 +4,8 @@ A change moves a work over the border of its stage, exchanges two works, joins t
 stages and divides another one, or changes what a stage computes again. Where the order
 is listed, a rank may have any number of stages: then changes also cut a stage in two on
 its rank, if some of its works need fewer values of other stages than the rest
-(*fragments*), join two stages of a rank, and move stages to other ranks. Neighbours are
+(*fragments*), join two stages of a rank, and move stages to other ranks. Ranks that
+differ exchange their stages whatever the order. Neighbours are
 screened by an estimate of the step: the longest path of one microbatch, and the others
 at the pace of the slowest rank.
 """
@@ -15,16 +16,18 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torch_xla_pp.planner.evaluation import (
     Cut,
     Evaluation,
     Evaluator,
     renumbered,
+    stage_sums,
     stage_times,
 )
 from torch_xla_pp.planner.orders import LIST_RULES, LISTED, SPLIT, OrderRule
-from torch_xla_pp.planner.work_costs import Array
+from torch_xla_pp.planner.work_costs import Array, WorkCosts
 
 _ROUNDS = 30
 # Of so few works, more changes are tried.
@@ -56,7 +59,10 @@ def moved_from(
     best = start
     seen = {start.cut}
     is_small = evaluator.table.num_works <= SMALL and start.rule is None
-    num_near = 10 * _NUM_TRIED if is_small else _NUM_TRIED
+    num_near = _NUM_TRIED
+    if is_small:
+        # Ranks that differ have more starts: one or more for each sequence.
+        num_near *= 4 if evaluator.cluster.ranks else 10
     left = most_tried
     rules: tuple[OrderRule, ...] = LIST_RULES
     if start.rule is not None:
@@ -91,21 +97,23 @@ def estimated_s(evaluator: Evaluator, cut: Cut) -> float:
 
     Times of stages on one rank add up, and with several of them a rank waits less.
     """
-    setting = cut.setting
-    works = evaluator.works(setting.strategy, setting.rows)
-    forward, inputs, weights = stage_times(works, cut)
+    setting, replicas = cut.setting, cut.setting.replicas
+    stages = cut.stages
+
+    def times(works: WorkCosts) -> tuple[Array, ...]:
+        return *stage_times(works, cut), stage_sums(cut, works.final_s(replicas))
+
+    forward, inputs, weights, ends = evaluator.by_stage(cut, times)
     loads = forward + inputs + weights
     late = setting.schedule in SPLIT
     path = (forward + inputs if late else loads).tolist()
     longest = path[:]
-    stages = cut.stages
     pairs = {(stages[p], stages[c]) for p, c in evaluator.table.graph.edges}
     for producer, consumer in sorted(pairs, key=itemgetter(1)):
         if producer != consumer:
             through = longest[producer] + path[consumer]
             if through > longest[consumer]:
                 longest[consumer] = through
-    ends = np.bincount(stages, works.final_s(setting.replicas), len(path))
     others = (setting.num_microbatches - 1) * loads + ends
     rest: float = max(np.bincount(cut.ranks, others).tolist())
     once: float = max(longest) / setting.stages_per_rank
@@ -143,9 +151,13 @@ def _changes(
                 if ranks[stage] == ranks[other]:
                     joined = [other if at == stage else at for at in cut.stages]
                     yield _Change(joined, ranks, own)
-        if cut.num_stages > cut.setting.num_ranks or evaluator.cluster.network.links:
+        are_unlike = evaluator.cluster.network.links or evaluator.cluster.ranks
+        if cut.num_stages > cut.setting.num_ranks or are_unlike:
             for moved in _placed(ranks, cut.setting.num_ranks, focus):
                 yield _Change(cut.stages, moved, own)
+    elif evaluator.cluster.ranks:
+        for moved in _exchanged_ranks(ranks, cut.setting.num_ranks):
+            yield _Change(cut.stages, moved, own)
     for stage in sorted(focus):
         for choice in remat:
             if choice != own[stage]:
@@ -188,42 +200,64 @@ def _bounds_s(evaluator: Evaluator, cut: Cut, changes: Sequence[_Change]) -> Arr
     of the longest path of stages.
     """
     setting = cut.setting
-    works = evaluator.works(setting.strategy, setting.rows)
     count = max(len(change.ranks) for change in changes)
     labels = np.array([change.labels for change in changes])
     lines = np.arange(len(changes))[:, None]
-    places = (labels + lines * count).ravel()
+    bins = (labels + lines * count).ravel()
     shape = len(changes), count
 
     def sums(sizes: Array) -> Array:
         spread = np.broadcast_to(sizes, labels.shape).ravel()
-        found = np.bincount(places, spread, shape[0] * count).astype(np.float64)
+        found = np.bincount(bins, spread, shape[0] * count).astype(np.float64)
         return found.reshape(shape)
 
-    forward, inputs, weights = works.seconds
     again = np.zeros(shape)
     ranks = np.zeros(shape, dtype=int)
     for line, change in enumerate(changes):
         ranks[line, : len(change.ranks)] = change.ranks
         if "full" in change.remat:
             again[line, : len(change.remat)] = [r == "full" for r in change.remat]
-    action_s = works.cluster.device.action_s
+    if setting.strategies:
+        of_ranks = evaluator.works_of_ranks(setting)
+        forward, inputs, weights, ends = _on_ranks(
+            of_ranks, setting.replicas, ranks[lines, labels]
+        )
+        actions = np.array([works.cluster.device.action_s for works in of_ranks])
+        action_s, least = actions[ranks], 0.0
+    else:
+        works = evaluator.works(setting.strategy, setting.rows)
+        forward, inputs, weights = works.seconds
+        ends = works.final_s(setting.replicas)
+        action_s = np.array(works.cluster.device.action_s)
+        least = works.longest_path_s(setting.schedule in SPLIT)
     path = sums(forward + inputs)
-    path += again * sums(forward) + 2 * action_s * (sums(np.ones(len(forward))) > 0)
+    path += again * sums(forward) + 2 * action_s * (sums(np.ones(len(labels[0]))) > 0)
     late = sums(weights)
     loads = path + late
     longest = path if setting.schedule in SPLIT else loads
-    others = (setting.num_microbatches - 1) * loads + sums(
-        works.final_s(setting.replicas)
-    )
+    others = (setting.num_microbatches - 1) * loads + sums(ends)
     per_rank = setting.num_ranks
     at = (ranks + lines * per_rank).ravel()
     rest = np.bincount(at, others.ravel(), shape[0] * per_rank)
-    least = works.longest_path_s(setting.schedule in SPLIT)
     once = np.maximum(longest.max(1), least) / setting.stages_per_rank
     found: Array = once + rest.reshape(-1, per_rank).max(1)
     # Sums in another order may be a little larger.
     return found * (1 - 1e-9)
+
+
+def _on_ranks(
+    of_ranks: Sequence[WorkCosts], replicas: int, homes: NDArray[np.int_]
+) -> Sequence[Array]:
+    """Return the times of F, I, W and the end of each work, on the rank that has it.
+
+    Args:
+        of_ranks: The costs of works on each rank.
+        replicas: Number of pipelines.
+        homes: Rank of each work: (changes, works).
+    """
+    rows = [(*works.seconds, works.final_s(replicas)) for works in of_ranks]
+    places = np.arange(homes.shape[1])
+    return [np.array(sizes)[homes, places] for sizes in zip(*rows, strict=True)]
 
 
 def _cut_of(evaluator: Evaluator, cut: Cut, change: _Change) -> Cut | None:
@@ -240,14 +274,17 @@ def _cut_of(evaluator: Evaluator, cut: Cut, change: _Change) -> Cut | None:
     order = [found[number] for number in range(len(found))]
     placement = tuple(change.ranks[label] for label in order) if cut.placement else ()
     is_one_each = len(placement) == cut.setting.num_ranks
-    if is_one_each and not evaluator.cluster.network.links:
+    are_unlike = evaluator.cluster.network.links or evaluator.cluster.ranks
+    if is_one_each and not are_unlike:
         placement = tuple(range(len(placement)))  # Ranks are all equal.
-    return Cut(
+    found_cut = Cut(
         setting=cut.setting,
         stages=numbers,
         remat=tuple(change.remat[label] for label in order),
         placement=placement,
     )
+    is_listed = cut.setting.schedule == LISTED
+    return found_cut if is_listed or found_cut.sequence is not None else None
 
 
 def _fragments(
@@ -300,6 +337,16 @@ def _placed(
                 moved = [*ranks]
                 moved[stage], moved[other] = ranks[other], ranks[stage]
                 yield tuple(moved)
+
+
+def _exchanged_ranks(
+    ranks: tuple[int, ...], num_ranks: int
+) -> Iterator[tuple[int, ...]]:
+    """Yield placements in which two ranks have each other's stages."""
+    for first in range(num_ranks):
+        for second in range(first):
+            names = {first: second, second: first}
+            yield tuple(names.get(rank, rank) for rank in ranks)
 
 
 def _focus(found: Evaluation) -> set[int]:

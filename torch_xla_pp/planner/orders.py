@@ -154,7 +154,12 @@ class LiveTable(NamedTuple):
 
 @lru_cache(maxsize=256)
 def planned_order(
-    name: str, num_ranks: int, num_microbatches: int, per_rank: int, edges: Edges
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    per_rank: int,
+    edges: Edges,
+    sequence: tuple[int, ...] = (),
 ) -> PlannedOrder:
     """Return the order that a name stands for.
 
@@ -164,6 +169,7 @@ def planned_order(
         num_microbatches: Number of microbatches.
         per_rank: Stages on each rank.
         edges: Edges of the stages if the name is "dag", else nothing.
+        sequence: The rank that runs what rank 0, 1, … would; () for these themselves.
 
     Raises:
         ValueError: The name is unknown, or the schedule does not take these counts.
@@ -172,8 +178,28 @@ def planned_order(
         raise ValueError(
             f"schedule: expected one of {', '.join(_BUILDERS)}, got {name!r}. Name one."
         )
-    build = _BUILDERS[name]
-    return PlannedOrder(schedule=build(num_ranks, num_microbatches, per_rank, edges))
+    schedule = _BUILDERS[name](num_ranks, num_microbatches, per_rank, edges)
+    if sequence:
+        rows = dict(zip(sequence, schedule.actions, strict=True))
+        own = tuple(rows[rank] for rank in range(num_ranks))
+        schedule = Schedule(actions=own)
+    return PlannedOrder(schedule=schedule)
+
+
+def sequence_of(
+    placement: tuple[int, ...], usual: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Return the rank that has the stages of rank 0, 1, …, None if none has just these.
+
+    Args:
+        placement: Rank of each stage.
+        usual: The same as `usual_placement` has it.
+    """
+    found = dict(zip(usual, placement, strict=True))
+    ranks = tuple(found[rank] for rank in sorted(found))
+    is_whole = sorted(ranks) == sorted(found)
+    is_same = all(found[u] == p for u, p in zip(usual, placement, strict=True))
+    return ranks if is_whole and is_same else None
 
 
 def usual_placement(name: str, num_ranks: int, per_rank: int) -> tuple[int, ...]:
@@ -196,6 +222,8 @@ def listed_order(
     num_microbatches: int,
     costs: Costs,
     network: Network,
+    *,
+    has_sequences: bool = False,
 ) -> PlannedOrder | None:
     """Return an order for what stages cost, None if the rule is not for such stages.
 
@@ -205,14 +233,19 @@ def listed_order(
         num_microbatches: Number of microbatches.
         costs: The costs of stages.
         network: The links between ranks.
+        has_sequences: Whether builders may have other ranks in place of 0, 1, …
     """
     edges, num_ranks = costs.edges, 1 + max(placement)
     if rule.builder != LISTED:
         is_usual = placement == tuple(range(num_ranks))
-        if not is_usual or not takes(rule.builder, num_ranks, num_microbatches):
+        is_known = is_usual or (has_sequences and len(placement) == num_ranks)
+        if not is_known or not takes(rule.builder, num_ranks, num_microbatches):
             return None
         own = edges if rule.builder == "dag" else ()
-        return planned_order(rule.builder, num_ranks, num_microbatches, 1, own)
+        sequence = () if is_usual else placement
+        return planned_order(
+            rule.builder, num_ranks, num_microbatches, 1, own, sequence
+        )
     depths = _depths(edges, len(placement))
     if rule.is_split:
         depths = [max(depths)] * len(depths)

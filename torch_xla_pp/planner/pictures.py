@@ -97,8 +97,9 @@ def draw_candidates(plan: PipelinePlan, path: str | Path) -> None:
     peak = max(rank.bytes.total for rank in plan.predicted.ranks)
     star = [peak / _GIB], [1e3 * plan.predicted.step_s]
     axes.scatter(*star, marker="*", s=200, color="#c0504d", label="plan", zorder=3)
-    capacity = min(rank.capacity_bytes for rank in plan.ranks)
-    axes.axvline(capacity / _GIB, color="black", label="capacity")
+    for number, capacity in enumerate(sorted({r.capacity_bytes for r in plan.ranks})):
+        label = None if number else "capacity"
+        axes.axvline(capacity / _GIB, color="black", label=label)
     axes.set_xlabel("GiB of a device, at most")
     axes.set_ylabel("ms of a step")
     axes.legend()

@@ -107,12 +107,13 @@ class PipelinePlan:
         """Return the work and the exchanges of a device, for `advise`.
 
         Raises:
-            ValueError: The plan is of an earlier version, which did not store them.
+            ValueError: Ranks differ, or the plan is of an earlier version, which did
+                not store them.
         """
         if self.device_load is None:
             raise ValueError(
                 "plan: expected what devices compute and exchange, got a plan of an "
-                "earlier version. Plan again."
+                "earlier version, or of ranks that differ. Plan again, for equal ranks."
             )
         return self.device_load
 

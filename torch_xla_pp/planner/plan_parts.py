@@ -1,11 +1,11 @@
 """From the best cut of a search to the parts of a plan."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch_xla_pp.planner.comparisons import options_text, pinned, reasons_of
 from torch_xla_pp.planner.devices import DeviceSpec
-from torch_xla_pp.planner.evaluation import Evaluation, Evaluator
+from torch_xla_pp.planner.evaluation import Cut, Evaluation, Evaluator
 from torch_xla_pp.planner.orders import LISTED
 from torch_xla_pp.planner.plan import PipelinePlan
 from torch_xla_pp.planner.plan_load import load_of
@@ -18,6 +18,7 @@ from torch_xla_pp.planner.plan_values import (
     PlannedRank,
     PlannedSchedule,
     PlannedStage,
+    PredictedCollective,
     PredictedRank,
     PredictedStage,
     Prediction,
@@ -56,7 +57,8 @@ def plan_of(
         baselines: Planner → seconds of its plan's step.
     """
     setting, graph = best.cut.setting, evaluator.table.graph
-    device, replica_link = evaluator.cluster.device, evaluator.cluster.replica_link
+    replica_link = evaluator.cluster.replica_link
+    kinds = _kinds_of_devices(evaluator)
     return PipelinePlan(
         model=_model(graph),
         batch=PlannedBatch(
@@ -71,8 +73,8 @@ def plan_of(
         predicted=_prediction(request, evaluator, best),
         costs=CostSource(
             source=_source(evaluator),
-            device=device.name,
-            is_verified=device.is_verified,
+            device=", ".join(kind.name for kind in kinds),
+            is_verified=all(kind.is_verified for kind in kinds),
             optimizer_bytes=evaluator.optimizer_bytes,
             links=links_of(evaluator.cluster.network),
             warnings=tuple(_warnings(evaluator)),
@@ -87,9 +89,16 @@ def plan_of(
             evaluated=result.num_evaluated,
         ),
         candidates=tuple(_candidates(request, result)),
-        device_load=load_of(evaluator, best),
+        # Advice is on devices that are all alike.
+        device_load=None if setting.strategies else load_of(evaluator, best),
         rules=evaluator.table.rules,
     )
+
+
+def _kinds_of_devices(evaluator: Evaluator) -> list[DeviceSpec]:
+    cluster = evaluator.cluster
+    kinds = [rank.device for rank in cluster.ranks] or [cluster.device]
+    return [*dict.fromkeys(kinds)]
 
 
 def _source(evaluator: Evaluator) -> str:
@@ -101,10 +110,11 @@ def _source(evaluator: Evaluator) -> str:
 
 def _schedule(best: Evaluation) -> PlannedSchedule:
     setting = best.cut.setting
-    if setting.schedule != LISTED:
+    if setting.schedule != LISTED and not best.cut.sequence:
         return PlannedSchedule(
             name=setting.schedule, stages_per_rank=setting.stages_per_rank
         )
+    # The order of a name is that of ranks 0, 1, …; of others it is written out.
     return PlannedSchedule(
         name=LISTED,
         stages_per_rank=max(Counter(best.cut.ranks).values()),
@@ -117,10 +127,12 @@ def _candidates(request: Request, result: SearchResult) -> Iterator[Candidate]:
         setting = found.cut.setting
         replicas = f"{setting.replicas} x " if setting.replicas > 1 else ""
         presets = f" {'+'.join(setting.strategy.presets)}"
+        sharding = f"{setting.strategy}{presets if setting.strategy.presets else ''}"
+        if setting.strategies:
+            sharding = " ".join(strategy.text for strategy in setting.strategies)
         stages = setting.stages_per_rank
         yield Candidate(
-            label=f"{replicas}{setting.num_ranks} ranks, {setting.strategy}"
-            f"{presets if setting.strategy.presets else ''}, "
+            label=f"{replicas}{setting.num_ranks} ranks, {sharding}, "
             f"{setting.num_microbatches} of {setting.rows} rows, {setting.schedule}"
             f"{f' x {stages}' if stages > 1 else ''}",
             options=options_text(pinned(request, found)),
@@ -182,18 +194,23 @@ def _outermost(paths: Iterator[str]) -> tuple[str, ...]:
 
 
 def _ranks(evaluator: Evaluator, best: Evaluation) -> tuple[PlannedRank, ...]:
-    setting = best.cut.setting
-    strategy = setting.strategy
-    mesh = {"data": strategy.data, "model": strategy.model}
-    rank = PlannedRank(
-        devices=strategy.num_devices,
-        device=evaluator.cluster.device.name,
-        mesh={axis: size for axis, size in mesh.items() if size > 1},
-        rules=strategy.presets,
-        batch_axis="data" if strategy.data > 1 else None,
-        capacity_bytes=evaluator.cluster.capacity_bytes,
+    setting, cluster = best.cut.setting, evaluator.cluster
+    count = setting.num_ranks
+    kinds = [rank.device for rank in cluster.ranks[:count]] or [cluster.device] * count
+    strategies = setting.strategies or (setting.strategy,) * count
+    return tuple(
+        PlannedRank(
+            devices=strategy.num_devices,
+            device=kind.name,
+            mesh={axis: size for axis, size in strategy.sizes.items() if size > 1},
+            rules=strategy.presets,
+            batch_axis="data" if strategy.data > 1 else None,
+            capacity_bytes=capacity,
+        )
+        for kind, strategy, capacity in zip(
+            kinds, strategies, best.capacities, strict=True
+        )
     )
-    return (rank,) * setting.num_ranks
 
 
 def _prediction(request: Request, evaluator: Evaluator, best: Evaluation) -> Prediction:
@@ -230,23 +247,34 @@ def _prediction(request: Request, evaluator: Evaluator, best: Evaluation) -> Pre
             for stage in range(best.cut.num_stages)
         ),
         flows=costs.flows,
-        collectives=predicted_collectives(
-            evaluator.works(best.cut.setting.strategy, best.cut.setting.rows), best.cut
-        ),
+        collectives=tuple(_collectives(evaluator, best.cut)),
     )
 
 
+def _collectives(evaluator: Evaluator, cut: Cut) -> Iterator[PredictedCollective]:
+    setting = cut.setting
+    if not setting.strategies:
+        works = evaluator.works(setting.strategy, setting.rows)
+        yield from predicted_collectives(works, cut)
+        return
+    of_ranks = evaluator.works_of_ranks(setting)
+    every = {works: predicted_collectives(works, cut) for works in {*of_ranks}}
+    for stage, rank in enumerate(cut.ranks):
+        yield from (one for one in every[of_ranks[rank]] if one.stage == stage)
+
+
 def _warnings(evaluator: Evaluator) -> Iterator[str]:
-    device = evaluator.cluster.device
-    if not device.is_verified:
-        yield f"figures of {device.name} are not measured: {device.source}"
+    kinds = _kinds_of_devices(evaluator)
+    for device in kinds:
+        if not device.is_verified:
+            yield f"figures of {device.name} are not measured: {device.source}"
     measured = evaluator.table.measured
     if measured is not None and measured.compiler:
         yield (
             f"no work ran: times are cycles that {measured.compiler} expects of "
             f"{measured.device}"
         )
-    yield from _work_warnings(evaluator.table.graph, device)
+    yield from _work_warnings(evaluator.table.graph, kinds)
     yield from _rule_warnings(evaluator.table)
     if not evaluator.has_own_inputs:
         count = sum(v.producer is None for v in evaluator.table.graph.values)
@@ -268,7 +296,7 @@ def _rule_warnings(table: WorkTable) -> Iterator[str]:
         )
 
 
-def _work_warnings(graph: WorkGraph, device: DeviceSpec) -> Iterator[str]:
+def _work_warnings(graph: WorkGraph, kinds: Sequence[DeviceSpec]) -> Iterator[str]:
     if not graph.has_loss:
         yield (
             "no loss was given: what it and its gradient take is not counted; trace "
@@ -283,9 +311,11 @@ def _work_warnings(graph: WorkGraph, device: DeviceSpec) -> Iterator[str]:
     sizes: Counter[str] = Counter()
     for parameter in (p for work in graph.works for p in work.parameters):
         sizes[parameter.dtype] += parameter.bytes
-    if others := sorted(sizes.keys() - {device.dtype}) if device.dtype else []:
+    for device in kinds:
+        others = sorted(sizes.keys() - {device.dtype}) if device.dtype else []
         held = ", ".join(f"{dtype} ({bytes_text(sizes[dtype])})" for dtype in others)
-        yield (
-            f"the peak of {device.name} is that of {device.dtype}, and is taken for "
-            f"parameters of {held}, too; a device file can have another"
-        )
+        if held:
+            yield (
+                f"the peak of {device.name} is that of {device.dtype}, and is taken "
+                f"for parameters of {held}, too; a device file can have another"
+            )

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from torch_xla_pp.planner.checks import faults_in
 from torch_xla_pp.planner.comparisons import (
@@ -11,7 +10,12 @@ from torch_xla_pp.planner.comparisons import (
     other_plans,
     with_other_stages,
 )
-from torch_xla_pp.planner.devices import Cluster, DeviceSpec, link_between_ranks
+from torch_xla_pp.planner.devices import (
+    Cluster,
+    DeviceSpec,
+    RankDevices,
+    link_between_ranks,
+)
 from torch_xla_pp.planner.evaluation import Evaluator
 from torch_xla_pp.planner.given_stages import names_in_file, stages_of_works
 from torch_xla_pp.planner.joined_works import joined_evaluator, with_all_works
@@ -19,15 +23,15 @@ from torch_xla_pp.planner.measured_costs import MeasuredCosts
 from torch_xla_pp.planner.parameter_rules import HasRules, ParameterRules
 from torch_xla_pp.planner.plan import PipelinePlan
 from torch_xla_pp.planner.plan_parts import plan_of
+from torch_xla_pp.planner.rank_strategies import devices_of_ranks
 from torch_xla_pp.planner.remedies import nothing_fits
 from torch_xla_pp.planner.search import best_of, search
 from torch_xla_pp.planner.settings import PlannerName, Request
-from torch_xla_pp.planner.strategies import PRESETS
+from torch_xla_pp.planner.strategies import PRESETS, Strategy
 from torch_xla_pp.planner.work_costs import OPTIMIZERS, WorkTable
 from torch_xla_pp.simulate import Link, Network
 from torch_xla_pp.work import WorkGraph
 
-_T = TypeVar("_T")
 _BASELINES: tuple[PlannerName, ...] = ("spp", "pipedream", "graphpipe")
 
 
@@ -50,6 +54,7 @@ def make_plan(
     stages_per_rank: Sequence[int] = (2,),
     sharding: Sequence[str] = PRESETS,
     meshes: Sequence[tuple[int, int]] | None = None,
+    rank_sharding: Sequence[str] | None = None,
     remat: Sequence[str] = ("none", "full"),
     stages: Sequence[Sequence[str]] | str | Path | None = None,
     planner: PlannerName = "full",
@@ -68,10 +73,11 @@ def make_plan(
         rows: Rows of a step, those of all replicas.
         ranks: Number of ranks, those of all replicas.
         devices_per_rank: Devices of each rank, one number for all or one for each; 1
-            if only ranks are given.
+            if only ranks are given. If ranks differ, here or in `device`, each replica
+            has the same sequence of them.
         devices: Devices in all, in place of ranks times devices per rank.
         device: A known device's name, a file with its figures, or the figures; one
-            for all ranks or one for each. So far all ranks must be equal.
+            for all ranks or one for each.
         memory_bytes: Memory of a device, None for all that it has.
         reserve: Share of it that is left free.
         network: Links between ranks; None for the link between devices of a rank.
@@ -86,6 +92,9 @@ def make_plan(
         stages_per_rank: Numbers of stages on a rank to try for interleaved and list.
         sharding: Presets to try inside a rank: dp, fsdp, tp.
         meshes: Sizes of the axes data and model to try.
+        rank_sharding: How the devices of each rank share its work, if that is given:
+            the sizes of data and model, after fsdp: or dp: if data is above 1, such as
+            1x1 and fsdp:2x1. Then `sharding` and `meshes` do not count.
         remat: What stages may choose, none or full.
         stages: Stages that are given: the names of operations, works or modules of
             each, or a file with such lists or a plan. An operation that no stage names
@@ -106,28 +115,23 @@ def make_plan(
     """
     graph = work if isinstance(work, WorkGraph) else WorkGraph.from_json(Path(work))
     kinds = [device] if isinstance(device, str | DeviceSpec) else [*device]
-    found = [DeviceSpec.named(k) if isinstance(k, str) else k for k in kinds]
-    spec = _of_all_ranks("device", found, ranks)
     measured = _measured(costs)
-    if measured is not None:
-        if measured.compiler and measured.device != spec.name:
-            raise ValueError(
-                f"plan: expected costs for {spec.name}, got some that are {measured}. "
-                "Compile them again, or plan for that device."
-            )
-        # A compiler does not know the time to start a program.
-        if not measured.compiler:
-            spec = replace(spec, action_s=measured.action_s)
-    per_rank = devices_per_rank
-    if per_rank is not None and not isinstance(per_rank, int):
-        per_rank = _of_all_ranks("devices per rank", [*per_rank], ranks)
-    if per_rank is None and devices is None:
-        per_rank = 1
-    total = _total(ranks, per_rank, devices)
+    found = [DeviceSpec.named(k) if isinstance(k, str) else k for k in kinds]
+    found = _as_measured(found, measured)
+    given = devices_per_rank
+    if given is None and devices is None:
+        given = 1
+    counts = [given] if isinstance(given, int) else [*(given or ())]
+    strategies = tuple(map(Strategy.from_text, rank_sharding or ()))
+    of_ranks = devices_of_ranks(ranks, found, counts or [1], strategies)
+    are_counts_equal = len({*counts}) == 1
+    total = _total(ranks, counts, devices, of_ranks)
     request = Request(
         rows=rows,
         num_ranks=ranks,
-        devices_per_rank=per_rank,
+        devices_per_rank=counts[0] if are_counts_equal else None,
+        counts=() if are_counts_equal else tuple(counts),
+        strategies=strategies,
         replicas=None if replicas is None else tuple(replicas),
         microbatches=None if microbatches is None else tuple(microbatches),
         stages_per_rank=tuple(stages_per_rank),
@@ -138,13 +142,20 @@ def make_plan(
         stages=_given(stages, graph),
         **({} if schedules is None else {"schedules": tuple(schedules)}),
     )
+    if of_ranks and (planner != "full" or compare):
+        raise ValueError(
+            "plan: expected planner full and no comparison with others for ranks that "
+            f"differ, got {'a comparison' if planner == 'full' else planner}. Leave it "
+            "out, or plan for equal ranks."
+        )
     cluster = Cluster(
-        device=spec,
+        device=found[0],
         num_devices=total,
         memory_bytes=memory_bytes,
         reserve=reserve,
-        network=network or link_between_ranks(spec),
+        network=network or link_between_ranks(*found),
         replica_link=replica_link,
+        ranks=of_ranks,
     )
     evaluator = Evaluator(
         table=WorkTable(graph, measured, _rules(rules, graph)),
@@ -233,33 +244,57 @@ def _given(
     return stages_of_works(names, graph)
 
 
-def _of_all_ranks(what: str, given: Sequence[_T], ranks: int | None) -> _T:
-    """Return the value of all ranks of an argument that may be given for each."""
-    texts = [item.name if isinstance(item, DeviceSpec) else item for item in given]
-    listed = ", ".join(map(str, texts))
-    if len(given) > 1 and len(given) != ranks:
+def _as_measured(
+    devices: list[DeviceSpec], measured: MeasuredCosts | None
+) -> list[DeviceSpec]:
+    """Return devices with the time to start a program that was measured.
+
+    Raises:
+        ValueError: Costs are of another device, or devices differ.
+    """
+    if measured is None:
+        return devices
+    names = [*dict.fromkeys(device.name for device in devices)]
+    if len(names) > 1:
         raise ValueError(
-            f"plan, {what}: expected one, or one for each of the ranks "
-            f"({'of which no number is given' if ranks is None else ranks}), got "
-            f"{len(given)}: {listed}. Give one, or as many as ranks."
+            f"plan: expected costs for {', '.join(names)}, got some that are "
+            f"{measured}: one kind of device. Leave the costs out, or plan for that "
+            "device."
         )
-    if any(item != given[0] for item in given):
+    # A compiler does not know the time to start a program.
+    if not measured.compiler:
+        return [replace(device, action_s=measured.action_s) for device in devices]
+    if measured.device != names[0]:
         raise ValueError(
-            f"plan, {what}: expected the same for all ranks, as ranks that differ are "
-            f"not planned, got {listed}. Plan for equal ones."
+            f"plan: expected costs for {names[0]}, got some that are {measured}. "
+            "Compile them again, or plan for that device."
         )
-    return given[0]
+    return devices
 
 
-def _total(ranks: int | None, per_rank: int | None, devices: int | None) -> int:
+def _total(
+    ranks: int | None,
+    counts: Sequence[int],
+    devices: int | None,
+    of_ranks: Sequence[RankDevices],
+) -> int:
+    """Return the number of devices in all."""
+    if of_ranks:
+        total = sum(rank.count for rank in of_ranks)
+        if devices not in (None, total):
+            raise ValueError(
+                f"plan, devices: expected {total}, as ranks differ and have "
+                f"{', '.join(map(str, of_ranks))}, got {devices}. Leave it out."
+            )
+        return total
     if devices is not None:
         return devices
-    if ranks is None or per_rank is None:
+    if ranks is None or not counts:
         raise ValueError(
             "plan: expected ranks (and devices per rank), or devices, got neither. "
             "Give e.g. ranks=8, devices_per_rank=4, or devices=32."
         )
-    return ranks * per_rank
+    return ranks * counts[0]
 
 
 def optimizer_ratio(optimizer: str | float) -> float:

@@ -24,9 +24,10 @@ def nothing_fits(request: Request, evaluator: Evaluator, result: SearchResult) -
     if result.best:
         lines += _least_lines(best_of(result), request)
     else:
-        capacity = evaluator.cluster.capacity_bytes
+        some = evaluator.cluster.capacities(len(evaluator.cluster.ranks) or 1)
+        sizes = " or ".join(map(bytes_text, sorted({*some})))
         lines.append(
-            f"plan: expected stages that fit {bytes_text(capacity)} of a device, got "
+            f"plan: expected stages that fit {sizes} of a device, got "
             f"none from planner {request.planner}."
         )
     effects = [_effect_text(steps) for steps in _remedies(request, evaluator)]
@@ -39,19 +40,25 @@ def nothing_fits(request: Request, evaluator: Evaluator, result: SearchResult) -
 
 def _least_lines(best: Evaluation, request: Request) -> list[str]:
     given = "" if request.stages is None else ", the given stages"
-    number = max(range(len(best.ranks)), key=lambda rank: best.ranks[rank].total)
+    number = _fullest(best)
     held, setting = best.ranks[number], best.cut.setting
-    capacities = [best.capacity_bytes] * len(best.ranks)
+    sharding = ", ".join(strategy.text for strategy in setting.strategies)
     return [
-        f"plan: expected a plan that fits {bytes_text(best.capacity_bytes)} of a "
+        f"plan: expected a plan that fits {bytes_text(best.capacities[number])} of a "
         f"device, got at least {bytes_text(held.total)} on rank {number} "
         f"({bytes_text(held.state)} state, {bytes_text(held.saved + held.passed)} "
         f"saved, {bytes_text(held.outputs)} outputs, {bytes_text(held.temporary)} "
-        f"temporary), with {setting.num_ranks} ranks, {setting.strategy}, "
+        f"temporary), with {setting.num_ranks} ranks, {sharding or setting.strategy}, "
         f"{setting.num_microbatches} microbatches of {setting.rows} rows, "
         f"{setting.schedule}{given}:",
-        *(f"  {line}" for line in memory_table(best.ranks, capacities)),
+        *(f"  {line}" for line in memory_table(best.ranks, best.capacities)),
     ]
+
+
+def _fullest(best: Evaluation) -> int:
+    """Return the rank whose devices lack most, or have least left."""
+    lacking = best.lacking_bytes
+    return max(range(len(lacking)), key=lambda rank: lacking[rank])
 
 
 def _effect_text(steps: Sequence[Remedy]) -> str | None:
@@ -65,7 +72,7 @@ def _effect_text(steps: Sequence[Remedy]) -> str | None:
         if not found.best:
             continue
         best = best_of(found)
-        held = bytes_text(best.peak_bytes)
+        held = bytes_text(best.ranks[_fullest(best)].total)
         if best.fits:
             return f"{label}: fits with {held}, {seconds_text(best.step_s)} a step"
         text = f"{label}: still needs {held}"
@@ -81,11 +88,12 @@ def _remedies(request: Request, evaluator: Evaluator) -> Iterator[list[Remedy]]:
     if "full" not in request.remat:
         allowed = replace(request, remat=("none", "full"))
         yield [("allow remat full", allowed, evaluator)]
-    yield [_more_ranks(request, evaluator, factor) for factor in factors]
-    if set(request.presets) != set(PRESETS):
-        allowed = replace(request, presets=PRESETS, meshes=None)
+    if not evaluator.cluster.ranks:
+        yield [_more_ranks(request, evaluator, factor) for factor in factors]
+    if set(request.presets) != set(PRESETS) or request.strategies:
+        allowed = replace(request, presets=PRESETS, meshes=None, strategies=())
         yield [("allow dp, fsdp and tp", allowed, evaluator)]
-    if request.devices_per_rank is not None:
+    if request.devices_per_rank is not None and not evaluator.cluster.ranks:
         yield [_more_devices(request, evaluator, factor) for factor in factors]
     if request.microbatches is not None:
         free = replace(request, microbatches=None)

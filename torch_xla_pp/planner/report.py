@@ -72,13 +72,29 @@ def headline_of(plan: ReportedPlan) -> str:
     """Return one line of a plan's choices."""
     predicted, batch, rank = plan.predicted, plan.batch, plan.ranks[0]
     replicas = f", {batch.replicas} replicas" if batch.replicas > 1 else ""
+    ranks = f"{len(plan.ranks)} ranks x {rank.devices} {rank.device}"
+    if any(_devices_text(other) != _devices_text(rank) for other in plan.ranks):
+        ranks = f"{len(plan.ranks)} ranks of {_runs_text(plan.ranks)}"
     return (
         f"step {seconds_text(predicted.step_s)} ({predicted.rows_per_s:,.0f} rows/s), "
-        f"{len(plan.ranks)} ranks x {rank.devices} {rank.device}{replicas}, "
+        f"{ranks}{replicas}, "
         f"{batch.microbatches} microbatches of {batch.rows_per_microbatch} rows, "
         f"{plan.schedule.name}, bubble {100 * predicted.bubble:.1f} %, costs: "
         f"{plan.costs.source}"
     )
+
+
+def _devices_text(rank: PlannedRank) -> str:
+    return f"{rank.devices} {rank.device}"
+
+
+def _runs_text(ranks: Sequence[PlannedRank]) -> str:
+    """Name the devices of ranks in order, those of equal neighbours once."""
+    parts = []
+    for text, group in groupby(map(_devices_text, ranks)):
+        count = len([*group])
+        parts.append(f"{count} x {text}" if count > 1 else text)
+    return ", ".join(parts)
 
 
 def differences(plan: ReportedPlan, other: ReportedPlan) -> str:
@@ -117,16 +133,23 @@ def _facts(plan: ReportedPlan) -> dict[str, str]:
         "mesh": _mesh_text(plan),
         "remat": ",".join(stage.remat for stage in plan.stages),
         "device": " ".join(dict.fromkeys(rank.device for rank in plan.ranks)),
-        "memory allowed": bytes_text(min(rank.capacity_bytes for rank in plan.ranks)),
+        "memory allowed": " ".join(
+            dict.fromkeys(bytes_text(rank.capacity_bytes) for rank in plan.ranks)
+        ),
         "optimizer": f"{plan.costs.optimizer_bytes:g} bytes a byte of parameters",
         "costs": plan.costs.source,
     }
 
 
 def _mesh_text(plan: ReportedPlan) -> str:
-    mesh = plan.ranks[0].mesh
-    sizes = " x ".join(f"{axis} {size}" for axis, size in sorted(mesh.items()))
-    return f"{sizes} ({' + '.join(plan.ranks[0].rules)})" if sizes else "1 device"
+    """Name the meshes of ranks, one for all if they are equal."""
+    texts = [_mesh_of_rank(rank) for rank in plan.ranks]
+    return texts[0] if len({*texts}) == 1 else ", ".join(texts)
+
+
+def _mesh_of_rank(rank: PlannedRank) -> str:
+    sizes = " x ".join(f"{axis} {size}" for axis, size in sorted(rank.mesh.items()))
+    return f"{sizes} ({' + '.join(rank.rules)})" if sizes else "1 device"
 
 
 def _stage_lines(plan: ReportedPlan) -> list[str]:
@@ -148,22 +171,21 @@ def _stage_lines(plan: ReportedPlan) -> list[str]:
 
 
 def _rank_lines(plan: ReportedPlan) -> list[str]:
-    rows = []
+    step_s = plan.predicted.step_s
+    header, rows = ["rank", "busy", "live"], []
     for number, rank in enumerate(plan.predicted.ranks):
-        step_s = plan.predicted.step_s
         share = f"{100 * rank.busy_s / step_s:.1f} %" if step_s else "-"
         rows.append([str(number), share, str(rank.live)])
+    lines = [f"mesh of a rank: {_mesh_text(plan)}"]
+    if len({(_devices_text(rank), _mesh_of_rank(rank)) for rank in plan.ranks}) > 1:
+        lines, header = [], [*header, "devices", "mesh"]
+        for row, planned in zip(rows, plan.ranks, strict=True):
+            row += [_devices_text(planned), _mesh_of_rank(planned)]
     held = memory_table(
         [rank.bytes for rank in plan.predicted.ranks],
         [rank.capacity_bytes for rank in plan.ranks],
     )
-    return [
-        f"mesh of a rank: {_mesh_text(plan)}",
-        *table(["rank", "busy", "live"], rows),
-        "",
-        "memory of a device",
-        *held,
-    ]
+    return [*lines, *table(header, rows), "", "memory of a device", *held]
 
 
 def memory_table(ranks: Sequence[RankBytes], capacities: Sequence[int]) -> list[str]:

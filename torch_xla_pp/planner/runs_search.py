@@ -14,11 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torch_xla_pp.planner.linear_orders import Order, RunSums
 from torch_xla_pp.planner.work_costs import Array, WorkCosts, WorkTable
 
 _LINES = 64
+
+# Where a stage ends and whether it computes again, if it begins at each place.
+Choice = tuple[NDArray[np.int_], Array]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +143,7 @@ class RunCuts:
         self._lives = lives
         self._capacity = capacity
         self._kept: tuple[float, tuple[Array, Array]] | None = None
-        self._choices: list[tuple[Array, Array]] = []
+        self._choices: list[Choice] = []
         self._bottlenecks: list[float] = []
         self._rests = np.full(len(tables.order) + 1, np.inf)
         self._rests[-1] = 0.0
@@ -154,20 +158,9 @@ class RunCuts:
             else:
                 self._kept = live, tables.times(live, capacity)
         times, again = self._kept[1]
-        count = len(times)
-        ends = np.empty(count, dtype=int)
-        rests = np.full(count + 1, np.inf)
-        # No run ends before it begins.
-        for first in range(0, count, _LINES):
-            lines = slice(first, first + _LINES)
-            worst = self._tables.scratch[lines, first:]
-            np.maximum(times[lines, first:], self._rests[None, first + 1 :], out=worst)
-            found = worst.argmin(1)
-            ends[lines] = found + first
-            rests[:-1][lines] = worst[np.arange(len(found)), found]
-        self._rests = rests
-        self._choices.append((ends, again[np.arange(count), ends]))
-        self._bottlenecks.append(float(rests[0]))
+        self._rests, ends = with_stage(times, self._rests, self._tables.scratch)
+        self._choices.append((ends, again[np.arange(len(ends)), ends]))
+        self._bottlenecks.append(float(self._rests[0]))
 
     def division(self, num_stages: int) -> Division | None:
         """Follow the choices from the first work to the last, None if none fit."""
@@ -179,14 +172,52 @@ class RunCuts:
         bottleneck_s = self._bottlenecks[num_stages - 1]
         if bottleneck_s == np.inf:
             return None
-        stages = [0] * len(order)
-        remat, first = [], 0
-        for stage, (ends, again) in enumerate(reversed(self._choices[:num_stages])):
-            last = int(ends[first])
-            for place in range(first, last + 1):
-                stages[order[place]] = stage
-            remat.append("full" if again[first] else "none")
-            first = last + 1
-        return Division(
-            bottleneck_s=bottleneck_s, stages=tuple(stages), remat=tuple(remat)
-        )
+        return division_of(order, bottleneck_s, self._choices[num_stages - 1 :: -1])
+
+
+def with_stage(
+    times: Array, rests: Array, scratch: Array
+) -> tuple[Array, NDArray[np.int_]]:
+    """Add one stage in front of all others.
+
+    Args:
+        times: The time of each run as that stage.
+        rests: The least bottleneck of the others if they begin at each place.
+        scratch: An array like the times, to write to.
+
+    Returns:
+        The same bottlenecks with that stage, and where it then ends.
+    """
+    count = len(times)
+    ends = np.empty(count, dtype=int)
+    found = np.full(count + 1, np.inf)
+    # No run ends before it begins.
+    for first in range(0, count, _LINES):
+        lines = slice(first, first + _LINES)
+        worst = scratch[lines, first:]
+        np.maximum(times[lines, first:], rests[None, first + 1 :], out=worst)
+        last = worst.argmin(1)
+        ends[lines] = last + first
+        found[:-1][lines] = worst[np.arange(len(last)), last]
+    return found, ends
+
+
+def division_of(
+    order: Order, bottleneck_s: float, choices: Sequence[Choice]
+) -> Division:
+    """Follow choices from the first work to the last.
+
+    Args:
+        order: The works in their order.
+        bottleneck_s: The longest time of a stage.
+        choices: The choice of each stage.
+    """
+    stages = [0] * len(order)
+    remat, first = [], 0
+    for stage, (ends, again) in enumerate(choices):
+        last = int(ends[first])
+        for place in range(first, last + 1):
+            stages[order[place]] = stage
+        remat.append("full" if again[first] else "none")
+        first = last + 1
+    return Division(bottleneck_s=bottleneck_s, stages=tuple(stages), remat=tuple(remat))

@@ -30,6 +30,7 @@ from torch_xla_pp.planner.moves import (
 )
 from torch_xla_pp.planner.orders import LISTED, SPLIT
 from torch_xla_pp.planner.runs_search import Division, OrderRuns, RunCuts, RunTables
+from torch_xla_pp.planner.sequence_cuts import SequenceCuts, balanced_on_ranks
 from torch_xla_pp.planner.settings import Request, settings_for
 from torch_xla_pp.planner.work_tree import WorkTree, tree_of
 
@@ -178,6 +179,10 @@ class _Cutter:
         self._trees: dict[object, WorkTree] = kept("trees")
         self._orders: dict[object, tuple[Order, ...]] = kept("orders")
         self._sums: dict[object, _Totals] = kept("sums")
+        sequences = kept(("sequences", own))
+        if not sequences:
+            sequences[own] = SequenceCuts(evaluator, own, self._runs_of)
+        self._sequences: SequenceCuts = sequences[own]
 
     def balanced_s(self, setting: Setting) -> float:
         """Estimate a step of stages that all take equally long.
@@ -185,6 +190,8 @@ class _Cutter:
         If memory does not suffice, even that of all ranks together, as few values as
         necessary are computed again.
         """
+        if setting.strategies:
+            return balanced_on_ranks(self._evaluator, setting)
         totals = self._totals(setting)
         total, late = totals.seconds, totals.weight_s
         ranks, per_rank = setting.num_ranks, setting.stages_per_rank
@@ -202,6 +209,8 @@ class _Cutter:
 
     def may_fit(self, setting: Setting) -> bool:
         """Return whether all stages together fit the memory of all ranks together."""
+        if setting.strategies:
+            return True  # That is not known before stages are on ranks.
         most = 1.0 if "full" in self._request.remat else 0.0
         return self._share_too_many(setting, self._totals(setting)) <= most
 
@@ -225,6 +234,9 @@ class _Cutter:
             setting: The setting.
             has_fit: Whether a plan that fits is known, so that fewer cuts are tried.
         """
+        if setting.strategies:
+            yield from self._on_sequences(setting)
+            return
         if self._request.stages is not None:
             for choice in self._request.remat:
                 yield Cut(
@@ -245,6 +257,15 @@ class _Cutter:
             if (cut.stages, cut.remat) not in seen:
                 seen.add((cut.stages, cut.remat))
                 yield cut
+
+    def _on_sequences(self, setting: Setting) -> Iterator[Cut]:
+        """Yield cuts for ranks that differ."""
+        if self._request.stages is not None:
+            yield from self._sequences.given(setting, self._request.stages)
+            return
+        lives = self._lives(setting)
+        lives += lives[-1:] * (setting.num_stages - len(lives))
+        yield from self._sequences.cuts(setting, lives, self._orders_of(setting))
 
     def _found(self, setting: Setting, has_fit: bool) -> Iterator[Division]:
         count = setting.num_stages

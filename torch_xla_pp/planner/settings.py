@@ -7,6 +7,11 @@ from typing import Literal, get_args
 
 from torch_xla_pp.planner.evaluation import Evaluator, Setting
 from torch_xla_pp.planner.orders import LISTED, MULTI, SCHEDULES, takes
+from torch_xla_pp.planner.rank_strategies import (
+    combined_strategies,
+    fits_rules,
+    repeats,
+)
 from torch_xla_pp.planner.strategies import PRESETS, Strategy, strategies_for
 from torch_xla_pp.planner.work_costs import WorkTable
 
@@ -32,6 +37,9 @@ class Request:
         remat: What stages may choose.
         planner: The search: "full", or one that it is compared with.
         stages: Stage of each work, if that is given.
+        counts: Devices of each rank, those of all replicas, if they differ.
+        strategies: How the devices of each rank share its work, likewise, if that is
+            given; presets and meshes do not count then.
 
     Raises:
         ValueError: A name is unknown or a count below one; all faults are listed.
@@ -56,6 +64,8 @@ class Request:
     remat: tuple[str, ...] = ("none", "full")
     planner: PlannerName = "full"
     stages: tuple[int, ...] | None = None
+    counts: tuple[int, ...] = ()
+    strategies: tuple[Strategy, ...] = ()
 
     @property
     def num_given_stages(self) -> int | None:
@@ -77,7 +87,7 @@ class Request:
         counts = {
             "rows": (self.rows,),
             "ranks": (self.num_ranks,),
-            "devices per rank": (self.devices_per_rank,),
+            "devices per rank": (self.devices_per_rank, *self.counts),
             "replicas": self.replicas or (),
             "microbatches": self.microbatches or (),
             "stages per rank": self.stages_per_rank,
@@ -107,25 +117,20 @@ def settings_for(request: Request, evaluator: Evaluator) -> list[Setting]:
 def _settings(request: Request, evaluator: Evaluator) -> Iterator[Setting]:
     is_chain = _is_chain(evaluator)
     for num_ranks, replicas, per_rank in _shapes(request, evaluator):
-        for strategy in strategies_for(per_rank, request.presets):
-            mesh = strategy.data, strategy.model
-            if request.meshes is not None and mesh not in request.meshes:
-                continue
-            split = evaluator.table.by_rules(strategy)
-            if split is not None and not split.fit():
-                continue
-            for rows, count in _row_counts(request, replicas, num_ranks, strategy):
-                if not evaluator.table.takes(rows / strategy.data):
+        for own in _shared(request, evaluator, num_ranks, replicas, per_rank):
+            for rows, count in _row_counts(request, replicas, num_ranks, own):
+                if not all(evaluator.table.takes(rows / s.data) for s in own):
                     continue
                 for name, stages in _families(request, is_chain):
                     setting = Setting(
                         num_ranks=num_ranks,
                         replicas=replicas,
-                        strategy=strategy,
+                        strategy=own[0],
                         rows=rows,
                         num_microbatches=count,
                         schedule=name,
                         stages_per_rank=stages,
+                        strategies=own if evaluator.cluster.ranks else (),
                     )
                     if request.num_given_stages not in (None, setting.num_stages):
                         continue
@@ -136,9 +141,39 @@ def _settings(request: Request, evaluator: Evaluator) -> Iterator[Setting]:
                         yield setting
 
 
+def _shared(
+    request: Request, evaluator: Evaluator, ranks: int, replicas: int, per_rank: int
+) -> Iterator[tuple[Strategy, ...]]:
+    """Yield the strategy of all ranks of a pipeline, or of each if they differ."""
+    if evaluator.cluster.ranks:
+        if own := request.strategies[:ranks]:
+            yield from [own] if all(fits_rules(evaluator, s) for s in own) else []
+            return
+        rows = max(1, request.rows // (2 * ranks * replicas))
+        yield from combined_strategies(
+            evaluator, ranks, request.presets, request.meshes, rows
+        )
+        return
+    for strategy in strategies_for(per_rank, request.presets):
+        mesh = strategy.data, strategy.model
+        if request.meshes is not None and mesh not in request.meshes:
+            continue
+        if fits_rules(evaluator, strategy):
+            yield (strategy,)
+
+
 def _shapes(request: Request, evaluator: Evaluator) -> Iterator[tuple[int, int, int]]:
-    """Yield ranks of a pipeline, replicas and devices of a rank."""
+    """Yield ranks of a pipeline, replicas and devices of a rank, the most of any."""
     total = evaluator.cluster.num_devices
+    if unlike := evaluator.cluster.ranks:
+        most = max(rank.count for rank in unlike)
+        for replicas in _divisors(len(unlike)):
+            if request.replicas is None or replicas in request.replicas:
+                if repeats([*unlike], replicas) and repeats(
+                    request.strategies, replicas
+                ):
+                    yield len(unlike) // replicas, replicas, most
+        return
     for per_rank in _divisors(total):
         if request.devices_per_rank not in (None, per_rank):
             continue
@@ -151,7 +186,7 @@ def _shapes(request: Request, evaluator: Evaluator) -> Iterator[tuple[int, int, 
 
 
 def _row_counts(
-    request: Request, replicas: int, num_ranks: int, strategy: Strategy
+    request: Request, replicas: int, num_ranks: int, strategies: Sequence[Strategy]
 ) -> Iterator[tuple[int, int]]:
     """Yield rows of a microbatch and numbers of microbatches."""
     own, rest = divmod(request.rows, replicas)
@@ -159,7 +194,7 @@ def _row_counts(
         return
     for count in _divisors(own):
         rows = own // count
-        if rows % strategy.data:
+        if any(rows % strategy.data for strategy in strategies):
             continue
         if request.microbatches is not None and count not in request.microbatches:
             continue
@@ -215,7 +250,18 @@ def _is_chain(evaluator: Evaluator) -> bool:
 
 def _why_none(request: Request, evaluator: Evaluator) -> str:
     """Return the error with the numbers that do not match, and near ones that do."""
-    total = evaluator.cluster.num_devices
+    total, unlike = evaluator.cluster.num_devices, evaluator.cluster.ranks
+    if not [*_shapes(request, evaluator)] and unlike:
+        kinds = [f"{rank}" for rank in unlike]
+        if request.strategies:
+            pairs = zip(kinds, request.strategies, strict=True)
+            kinds = [f"{kind} {strategy.text}" for kind, strategy in pairs]
+        return (
+            "plan: expected replicas with the same sequence of ranks each, got "
+            f"replicas {_counts(request.replicas or ())} of {len(unlike)} ranks with "
+            f"{', '.join(kinds)}. Repeat the first ranks for each "
+            "replica, or take other replicas."
+        )
     if not [*_shapes(request, evaluator)]:
         return (
             f"plan: expected ranks, devices per rank and replicas that make {total} "

@@ -11,6 +11,7 @@ Source of the ring's time: Patarasuk and Yuan, "Bandwidth optimal all-reduce alg
 for clusters of workstations", JPDC 2009.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,28 @@ class Strategy:
         parts = [f"data {self.data}"] if self.data > 1 else []
         parts += [f"model {self.model}"] if self.model > 1 else []
         return " x ".join(parts) or "1 device"
+
+    @property
+    def text(self) -> str:
+        """The sizes of both axes after what splits rows, such as fsdp:2x1."""
+        before = f"{'fsdp' if self.has_fsdp else 'dp'}:" if self.data > 1 else ""
+        return f"{before}{self.data}x{self.model}"
+
+    @classmethod
+    def from_text(cls, text: str) -> "Strategy":
+        """Read what `text` gives.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        match = re.fullmatch(r"(?:(dp|fsdp):)?([1-9]\d*)x([1-9]\d*)", text)
+        if match is None or (match[1] == "fsdp" and match[2] == "1"):
+            raise ValueError(
+                "rank sharding: expected the sizes of data and model, after fsdp: or "
+                "dp: if data is above 1, such as fsdp:2x1, got "
+                f"{text!r}. Correct it."
+            )
+        return cls(data=int(match[2]), model=int(match[3]), has_fsdp=match[1] == "fsdp")
 
     @property
     def num_devices(self) -> int:
