@@ -36,6 +36,7 @@ DEVICE = dataclasses.replace(
 QUICK = dataclasses.replace(
     DEVICE, name="quick", action_s=1e-7, link_latency_s=1e-7, link_bytes_per_s=1e12
 )
+FAST = dataclasses.replace(QUICK, name="fast", flops_per_s=5e7, bytes_per_s=5e7)
 RULES = xpp.AxisRules(
     parameters={
         "*.qkv.weight": ("heads", "embed"),
@@ -58,7 +59,6 @@ class Case:
         model: The model.
         order: Name of the order of actions.
         options: Further options of `make_plan`.
-        ranks: Changes of the ranks of the plan, as all ranks of a search are alike.
         schedule: Name of the class that runs the order.
         is_deferred: Whether the model is made under `deferred_init`.
     """
@@ -66,7 +66,6 @@ class Case:
     model: str
     order: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    ranks: tuple[Mapping[str, Any], ...] = ()
     schedule: str
     is_deferred: bool = False
 
@@ -106,8 +105,6 @@ REPLICAS = [
         options={"ranks": 4, "replicas": (2,)},
     )
 ]
-NO_MESH = {"devices": 1, "mesh": {}, "rules": (), "batch_axis": None}
-TP = {"mesh": {"model": 2}, "rules": ("tp",), "batch_axis": None}
 PAIRS = {"devices_per_rank": 2}
 TWO_DEVICES = [
     Case(
@@ -128,9 +125,22 @@ UNLIKE = [
         model="block",
         order="1f1b",
         schedule="Schedule1F1B",
-        options=PAIRS,
-        ranks=(NO_MESH, TP),
-    )
+        options={"devices_per_rank": (1, 2), "device": QUICK, "sharding": ("tp",)},
+    ),
+    # The second rank has the first stage, so that its order is written out.
+    Case(
+        model="block",
+        order="list",
+        schedule="ScheduleFromTable",
+        options={
+            "devices_per_rank": (1, 2),
+            "device": (QUICK, FAST),
+            "rank_sharding": ("1x1", "fsdp:2x1"),
+            "rules": RULES,
+            "stages": (("embed", "blocks"), ("head",)),
+            "schedules": ("1f1b",),
+        },
+    ),
 ]
 
 
@@ -145,10 +155,6 @@ def plan_for(case: Case, model: nn.Module) -> PipelinePlan:
         **case.options,
     }
     plan = xpp.make_plan(work, rows=case.replicas * MICROBATCHES * ROWS, **options)
-    if case.ranks:
-        pairs = zip(plan.ranks, case.ranks, strict=True)
-        ranks = tuple(dataclasses.replace(rank, **change) for rank, change in pairs)
-        plan = dataclasses.replace(plan, ranks=ranks)
     assert PipelinePlan.from_json(plan.to_json()) == plan
     return plan
 
@@ -309,7 +315,10 @@ def test_plans_of_sharded_stages_train_as_the_unsplit_model(worlds: Worlds) -> N
 
 
 def test_ranks_of_other_devices_train_as_the_unsplit_model(worlds: Worlds) -> None:
-    trained(worlds, UNLIKE, devices=(1, 2))
+    plans = trained(worlds, UNLIKE, devices=(1, 2))
+    found = [[(rank.devices, rank.rules) for rank in plan.ranks] for plan in plans]
+    assert found == [[(1, ()), (2, ("tp",))], [(1, ()), (2, ("fsdp",))]]
+    assert [[stage.rank for stage in plan.stages] for plan in plans] == [[0, 1], [1, 0]]
 
 
 def split_by_other_plans() -> str:

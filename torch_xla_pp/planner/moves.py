@@ -22,12 +22,13 @@ from torch_xla_pp.planner.evaluation import (
     Cut,
     Evaluation,
     Evaluator,
+    Setting,
     renumbered,
     stage_sums,
     stage_times,
 )
 from torch_xla_pp.planner.orders import LIST_RULES, LISTED, SPLIT, OrderRule
-from torch_xla_pp.planner.work_costs import Array, WorkCosts
+from torch_xla_pp.planner.work_costs import Array
 
 _ROUNDS = 30
 # Of so few works, more changes are tried.
@@ -97,13 +98,13 @@ def estimated_s(evaluator: Evaluator, cut: Cut) -> float:
 
     Times of stages on one rank add up, and with several of them a rank waits less.
     """
-    setting, replicas = cut.setting, cut.setting.replicas
-    stages = cut.stages
-
-    def times(works: WorkCosts) -> tuple[Array, ...]:
-        return *stage_times(works, cut), stage_sums(cut, works.final_s(replicas))
-
-    forward, inputs, weights, ends = evaluator.by_stage(cut, times)
+    setting, stages = cut.setting, cut.stages
+    if setting.strategies:
+        forward, inputs, weights, ends = _times_on_ranks(evaluator, cut)
+    else:
+        works = evaluator.works(setting.strategy, setting.rows)
+        forward, inputs, weights = stage_times(works, cut)
+        ends = stage_sums(cut, works.final_s(setting.replicas))
     loads = forward + inputs + weights
     late = setting.schedule in SPLIT
     path = (forward + inputs if late else loads).tolist()
@@ -218,12 +219,9 @@ def _bounds_s(evaluator: Evaluator, cut: Cut, changes: Sequence[_Change]) -> Arr
         if "full" in change.remat:
             again[line, : len(change.remat)] = [r == "full" for r in change.remat]
     if setting.strategies:
-        of_ranks = evaluator.works_of_ranks(setting)
-        forward, inputs, weights, ends = _on_ranks(
-            of_ranks, setting.replicas, ranks[lines, labels]
-        )
-        actions = np.array([works.cluster.device.action_s for works in of_ranks])
-        action_s, least = actions[ranks], 0.0
+        homes = ranks[lines, labels]
+        forward, inputs, weights, ends = _on_ranks(evaluator, setting, homes)
+        action_s, least = _action_times(evaluator, setting)[ranks], 0.0
     else:
         works = evaluator.works(setting.strategy, setting.rows)
         forward, inputs, weights = works.seconds
@@ -245,19 +243,42 @@ def _bounds_s(evaluator: Evaluator, cut: Cut, changes: Sequence[_Change]) -> Arr
     return found * (1 - 1e-9)
 
 
-def _on_ranks(
-    of_ranks: Sequence[WorkCosts], replicas: int, homes: NDArray[np.int_]
-) -> Sequence[Array]:
+def _times_on_ranks(
+    evaluator: Evaluator, cut: Cut
+) -> tuple[Array, Array, Array, Array]:
+    """Return the times of F, I, W and the end of each stage, for ranks that differ.
+
+    What makes values whole that stages send is left out.
+    """
+    homes = np.array(cut.ranks)[list(cut.stages)]
+    own = _on_ranks(evaluator, cut.setting, homes)
+    forward, inputs, weights, ends = (stage_sums(cut, sizes) for sizes in own)
+    action_s = _action_times(evaluator, cut.setting)[list(cut.ranks)]
+    again = forward * [remat == "full" for remat in cut.remat]
+    return forward + action_s, inputs + action_s + again, weights, ends
+
+
+def _action_times(evaluator: Evaluator, setting: Setting) -> Array:
+    works = evaluator.works_of_ranks(setting)
+    return np.array([own.cluster.device.action_s for own in works])
+
+
+def _on_ranks(evaluator: Evaluator, setting: Setting, homes: NDArray[np.int_]) -> Array:
     """Return the times of F, I, W and the end of each work, on the rank that has it.
 
     Args:
-        of_ranks: The costs of works on each rank.
-        replicas: Number of pipelines.
-        homes: Rank of each work: (changes, works).
+        evaluator: Evaluates cuts.
+        setting: A setting for ranks that differ.
+        homes: Rank of each work, the last axis is for works.
     """
-    rows = [(*works.seconds, works.final_s(replicas)) for works in of_ranks]
-    places = np.arange(homes.shape[1])
-    return [np.array(sizes)[homes, places] for sizes in zip(*rows, strict=True)]
+    known = evaluator.tables("times on ranks")
+    key = setting.strategies, setting.rows, setting.replicas
+    if key not in known:
+        of_ranks = evaluator.works_of_ranks(setting)
+        rows = [(*own.seconds, own.final_s(setting.replicas)) for own in of_ranks]
+        known[key] = np.array(rows).transpose(1, 0, 2)
+    found: Array = known[key][:, homes, np.arange(homes.shape[-1])]
+    return found
 
 
 def _cut_of(evaluator: Evaluator, cut: Cut, change: _Change) -> Cut | None:

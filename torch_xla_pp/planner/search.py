@@ -235,7 +235,7 @@ class _Cutter:
             has_fit: Whether a plan that fits is known, so that fewer cuts are tried.
         """
         if setting.strategies:
-            yield from self._on_sequences(setting)
+            yield from self._on_sequences(setting, has_fit)
             return
         if self._request.stages is not None:
             for choice in self._request.remat:
@@ -258,14 +258,18 @@ class _Cutter:
                 seen.add((cut.stages, cut.remat))
                 yield cut
 
-    def _on_sequences(self, setting: Setting) -> Iterator[Cut]:
+    def _on_sequences(self, setting: Setting, has_fit: bool) -> Iterator[Cut]:
         """Yield cuts for ranks that differ."""
         if self._request.stages is not None:
             yield from self._sequences.given(setting, self._request.stages)
             return
         lives = self._lives(setting)
         lives += lives[-1:] * (setting.num_stages - len(lives))
-        yield from self._sequences.cuts(setting, lives, self._orders_of(setting))
+        orders = self._orders_of(setting)
+        is_large = setting.num_stages > _FEW_STAGES or len(orders[0]) > SMALL
+        yield from self._sequences.cuts(
+            setting, lives, orders, has_least=not (has_fit and is_large)
+        )
 
     def _found(self, setting: Setting, has_fit: bool) -> Iterator[Division]:
         count = setting.num_stages

@@ -7,6 +7,7 @@ the recurrence of `runs_search` takes the times of the rank of each stage.
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,9 +25,22 @@ from torch_xla_pp.planner.runs_search import (
 from torch_xla_pp.planner.work_costs import Array, WorkCosts
 
 _MOST_SEQUENCES = 24
-# The tables of a stage, its live microbatches, the bytes that it may hold, and whether
-# to minimise bytes in place of time.
-_Place = tuple[RunTables, float, float, bool]
+
+
+class _Place(NamedTuple):
+    """The place of a stage in a sequence.
+
+    Args:
+        tables: What runs of works take on its rank.
+        live: Its live microbatches.
+        capacity: Bytes that it may hold.
+        is_least: Whether to minimise the share of these bytes in place of time.
+    """
+
+    tables: RunTables
+    live: float
+    capacity: float
+    is_least: bool
 
 
 def sequences_of(evaluator: Evaluator, setting: Setting) -> list[tuple[int, ...]]:
@@ -127,6 +141,8 @@ class SequenceCuts:
         self._remat = remat
         self._runs_of = runs_of
         self._tables: dict[tuple[WorkCosts, Order], RunTables] = {}
+        self._found: dict[tuple[_Place, ...], Division | None] = {}
+        self._rooms: dict[tuple[RunTables, float, float], bool] = {}
 
     def given(self, setting: Setting, stages: tuple[int, ...]) -> Iterator[Cut]:
         """Yield the given stages on all sequences of ranks."""
@@ -140,7 +156,12 @@ class SequenceCuts:
                 )
 
     def cuts(
-        self, setting: Setting, lives: Sequence[float], orders: Sequence[Order]
+        self,
+        setting: Setting,
+        lives: Sequence[float],
+        orders: Sequence[Order],
+        *,
+        has_least: bool,
     ) -> Iterator[Cut]:
         """Yield cuts that may be good for a setting.
 
@@ -148,6 +169,7 @@ class SequenceCuts:
             setting: A setting for ranks that differ.
             lives: The live microbatches with 1, 2, … stages to the end.
             orders: Orders of works.
+            has_least: Whether also to yield cuts that hold least, if memory is short.
         """
         seen = set()
         sequences = sequences_of(self._evaluator, setting)
@@ -155,9 +177,14 @@ class SequenceCuts:
             recurrence = _Recurrence(order)
             for sequence in sequences:
                 placement = _placement(setting, sequence)
-                for division in self._divisions(
-                    setting, placement, lives, order, recurrence
-                ):
+                places = self._places(setting, placement, lives, order)
+                found = [self._division(recurrence, places)]
+                if has_least and any(np.isfinite(place.capacity) for place in places):
+                    least = self._least_places(setting, placement, lives, places)
+                    found.append(self._division(recurrence, least))
+                for division in found:
+                    if division is None:
+                        continue
                     cut = Cut(
                         setting=setting,
                         stages=division.stages,
@@ -168,40 +195,53 @@ class SequenceCuts:
                         seen.add(cut)
                         yield cut
 
-    def _divisions(
+    def _places(
         self,
         setting: Setting,
         placement: tuple[int, ...],
         lives: Sequence[float],
         order: Order,
-        recurrence: "_Recurrence",
-    ) -> Iterator[Division]:
-        """Yield the least bottleneck and, if memory is short, the fewest bytes."""
+    ) -> tuple["_Place", ...]:
+        """Return what stages take and may hold, that of the last stage first."""
         works = self._evaluator.works_of_ranks(setting)
         capacities = self._evaluator.capacities(setting.num_ranks)
-        places: list[_Place] = []
-        has_room = True
+        found = []
         for live, rank in zip(lives, reversed(placement), strict=True):
             tables = self._tables_of(works[rank], order)
             capacity = capacities[rank] / setting.stages_per_rank
-            if tables.fits(max(lives), capacity):
-                places.append((tables, 1.0, np.inf, False))
-            else:
-                has_room = False
-                places.append((tables, live, capacity, False))
-        found = [recurrence.division(places)]
-        if not has_room:
-            found.append(
-                recurrence.division(
-                    [
-                        (tables, live, capacities[rank], True)
-                        for (tables, *_), live, rank in zip(
-                            places, lives, reversed(placement), strict=True
-                        )
-                    ]
-                )
-            )
-        yield from (division for division in found if division is not None)
+            if self._fits(tables, max(lives), capacity):
+                # Any run fits, so that live microbatches do not matter.
+                live, capacity = 1.0, np.inf
+            found.append(_Place(tables, live, capacity, False))
+        return tuple(found)
+
+    def _least_places(
+        self,
+        setting: Setting,
+        placement: tuple[int, ...],
+        lives: Sequence[float],
+        places: Sequence["_Place"],
+    ) -> tuple["_Place", ...]:
+        """Return the same places, with the share of memory in place of time."""
+        capacities = self._evaluator.capacities(setting.num_ranks)
+        ranks = reversed(placement)
+        return tuple(
+            _Place(place.tables, live, float(capacities[rank]), True)
+            for place, live, rank in zip(places, lives, ranks, strict=True)
+        )
+
+    def _division(
+        self, recurrence: "_Recurrence", places: tuple["_Place", ...]
+    ) -> Division | None:
+        if places not in self._found:
+            self._found[places] = recurrence.division(places)
+        return self._found[places]
+
+    def _fits(self, tables: RunTables, live: float, capacity: float) -> bool:
+        key = tables, live, capacity
+        if key not in self._rooms:
+            self._rooms[key] = tables.fits(live, capacity)
+        return self._rooms[key]
 
     def _tables_of(self, works: WorkCosts, order: Order) -> RunTables:
         key = works, order
@@ -234,7 +274,7 @@ class _Recurrence:
             key = (*key, place)
             if key not in self._known:
                 times, again = self._costs_of(place)
-                rests, ends = with_stage(times, rests, place[0].scratch)
+                rests, ends = with_stage(times, rests, place.tables.scratch)
                 own = ends, again[np.arange(len(ends)), ends]
                 self._known[key] = rests, (own, *choices)
         rests, choices = self._known[key]
