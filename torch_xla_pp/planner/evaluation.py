@@ -564,7 +564,8 @@ def _least_bytes(
         whole = np.where(are_read[wholes], np.inf, parts[wholes])
         whole = np.minimum(whole, sizes[wholes, None])
         least[wholes] = np.where(parts[wholes] > 0, whole, least[wholes])
-    return least.sum(0)
+    found: Array = least.sum(0)
+    return found
 
 
 def _kept_bytes(works: WorkCosts, cut: Cut) -> Array:
