@@ -2,20 +2,26 @@
 
     python benchmarks/planner_bytes.py
     python benchmarks/planner_bytes.py --models gpt --schedules 1f1b zbv --json
+    python benchmarks/planner_bytes.py --models gpt --schedules 1f1b zb1p --cuts 1 2 3 4
 
-"mmt" has two branches and a join.
+"mmt" has two branches and a join. With --cuts, two stages of the GPT are given, cut
+inside of its second block, after so many of its works, which are as small as can be:
+attention is within the first five.
 
 Two ranks train a planned model with AdamW; nothing is timed, and the model is small, as
 all that counts are sizes. Outputs are not returned, so they go when their gradients
 come.
 Columns, as the JSON names them:
 
-model, schedule, remat, sharding: The cell; with a sharding, ranks have two devices.
+model, schedule, remat, sharding, cut: The cell; with a sharding, ranks have two
+    devices; without a cut the planner cuts.
 rank: The rank; all its stages count together, at one time.
 part: `state`: parameters, gradients and the optimizer's state. `between`: the most that
     is held between programs: saved values, what goes from I to W, outputs.
 predicted_bytes: What the plan says of one device.
-measured_bytes: What the stages hold on it, as `peak_memory()` counts it.
+measured_bytes: What the stages hold on it, as `peak_memory()` counts it, but for free
+    memory that waits for the next values, on CPU devices: these are
+free_bytes: The most of it, whenever that is.
 error: By which part of the measured bytes the prediction is too large.
 """
 
@@ -36,6 +42,8 @@ MODELS = ("gpt", "tied", "mmt")
 SHARDINGS = ("none", "dp", "fsdp", "tp")
 SIZE = {"width": 64, "heads": 4, "layers": 4, "length": 32, "vocab": 256}
 ROWS, MICROBATCHES = 4, 8
+# For so many stages that no works are joined.
+FINEST = 1000
 
 
 class Model(nn.Module):
@@ -105,21 +113,31 @@ def sharding_of(name: str) -> Any:
 
 
 def watch(stages: list[Any]) -> list[int]:
-    """Let stages note the most that they hold together between programs."""
-    most = [0]
+    """Let stages note the most that they hold together, and of what is free."""
+    most = [0, 0]
 
     def put_of(saved: Any) -> Any:
         put = saved.put
 
         def noted(*args: Any) -> None:
             put(*args)
-            most[0] = max(most[0], sum(stage.saved.num_bytes for stage in stages))
+            free = sum(stage.saved.free_bytes for stage in stages)
+            held = sum(stage.saved.num_bytes for stage in stages)
+            most[:] = max(most[0], held - free), max(most[1], free)
 
         return noted
 
     for stage in stages:
         stage.saved.put = put_of(stage.saved)
     return most
+
+
+def stages_of(work: Any, cut: int) -> list[list[str]]:
+    """Return the operations of stages that are cut inside of the second block."""
+    places = [i for i, one in enumerate(work.works) if "blocks.1" in one.module]
+    border = places[0] + cut
+    parts = work.works[:border], work.works[border:]
+    return [[op for one in part for op in one.ops] for part in parts]
 
 
 def measure_all(cells: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -135,7 +153,9 @@ def measure(cell: dict[str, Any]) -> list[dict[str, Any]]:
     model = model_of(cell["model"])
     args, targets = batch_of(cell["model"])
     example = tuple(x[:ROWS] for x in args)
-    work = xpp.trace_work(copy.deepcopy(model), example)
+    cut = cell["cut"]
+    fine = {} if cut is None else {"max_stages": FINEST}
+    work = xpp.trace_work(copy.deepcopy(model), example, **fine)
     plan = xpp.make_plan(
         work,
         rows=ROWS * MICROBATCHES,
@@ -147,6 +167,7 @@ def measure(cell: dict[str, Any]) -> list[dict[str, Any]]:
         remat=(cell["remat"],),
         sharding=(cell["sharding"],) if cell["sharding"] != "none" else ("dp",),
         rules=sharding_of(cell["sharding"]),
+        stages=None if cut is None else stages_of(work, cut),
     )
     mesh = xpp.init_device_mesh("xla", plan=plan)
     pipe = xpp.pipeline(model, example, plan=plan)
@@ -178,6 +199,7 @@ def measure(cell: dict[str, Any]) -> list[dict[str, Any]]:
             "part": part,
             "predicted_bytes": expected[part],
             "measured_bytes": measured[part],
+            "free_bytes": most[1] if part == "between" else 0,
             "error": expected[part] / measured[part] - 1,
         }
         for part in measured
@@ -213,10 +235,13 @@ def _job_of(cell: dict[str, Any]) -> tuple[str, str]:
 
 def line_of(row: dict[str, Any]) -> str:
     """Return a row as a line of text."""
+    cut = "" if row["cut"] is None else f" cut {row['cut']}"
     return (
         f"{row['model']:5} {row['schedule']:6} {row['remat']:5} {row['sharding']:4}"
-        f" rank {row['rank']}  {row['part']:8} predicted {row['predicted_bytes']:9.0f}"
+        f"{cut} rank {row['rank']}  {row['part']:8}"
+        f" predicted {row['predicted_bytes']:9.0f}"
         f"  measured {row['measured_bytes']:9}  error {100 * row['error']:+5.1f} %"
+        + (f"  free {row['free_bytes']}" if row["free_bytes"] else "")
     )
 
 
@@ -227,14 +252,22 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--remat", nargs="+", default=["none", "full"])
     parser.add_argument("--shardings", nargs="+", choices=SHARDINGS, default=SHARDINGS)
+    parser.add_argument("--cuts", nargs="+", type=int, default=[None])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     cells = [
-        {"model": model, "schedule": schedule, "remat": remat, "sharding": sharding}
+        {
+            "model": model,
+            "schedule": schedule,
+            "remat": remat,
+            "sharding": sharding,
+            "cut": cut,
+        }
         for model in options.models
         for sharding in options.shardings
         for schedule in options.schedules
         for remat in options.remat
+        for cut in options.cuts
     ]
     for row in rows_of(cells):
         print(json.dumps(row) if options.json else line_of(row), flush=True)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from torch_xla_pp.compile import MARK, Function, ProgramSpec, StageFunctions
@@ -190,3 +191,21 @@ def test_what_others_may_keep_takes_no_memory_of_earlier_values() -> None:
     assert specs.programs["forward"].recycled == ("tanh",)
     # The gradient of the input is returned.
     assert specs.programs["backward input"].recycled == ("dtanh",)
+
+
+def test_small_values_that_only_the_first_backward_reads_are_not_passed_on() -> None:
+    saved = "early_1 early_2 late_1 late_2"
+    specs = table(
+        forward=function("forward", "input:0 param:w", f"y new_b {saved}"),
+        backward=function("backward", f"{saved} tangent:0", "dx new_sum:param:w"),
+        backward_input=function("backward_input", "early_1 early_2 tangent:0", "dx"),
+        backward_weight=function(
+            "backward_weight", "late_1 late_2 tangent:0", "new_sum:param:w"
+        ),
+    ).bundling(dict.fromkeys(saved.split(), torch.empty(2)), ())
+    packs = {name for name in specs.kept if name.startswith("small:")}
+    (late,) = packs & specs.residual
+    (early,) = packs - specs.residual
+    first, second = (specs.programs[f"backward {x}"] for x in ("input", "weight"))
+    assert early in first.inputs and late not in first.inputs
+    assert late in second.inputs and early not in second.inputs

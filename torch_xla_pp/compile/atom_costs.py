@@ -28,6 +28,7 @@ from torch_xla_pp.compile.names import (
 )
 from torch_xla_pp.compile.ops import VIEWS
 from torch_xla_pp.compile.partition import Function, StageFunctions, partition_joint
+from torch_xla_pp.compile.parts import bytes_of_value, kept_for, whole_of
 from torch_xla_pp.compile.value_dims import Label, ValueDims, first_label
 from torch_xla_pp.graph import Atom
 from torch_xla_pp.work import Amount, Cost
@@ -217,7 +218,7 @@ class _Sizes:
         self._gradients = {_viewed(x) for x in joint.parameter_grads.values()}
         self._gradients |= set(joint.parameter_grads.values())
         self._sources = [
-            _source(node.all_input_nodes[0] if place in joint.copied else node)
+            kept_for(node.all_input_nodes[0] if place in joint.copied else node)
             for place, node in enumerate(joint.outputs)
         ]
         self._outputs = self._places_of_outputs()
@@ -267,9 +268,10 @@ class _Sizes:
         )
 
     def _places_of_outputs(self) -> dict[fx.Node, int]:
-        """Return what outputs are views of, with the place of one of the same size.
+        """Return what is kept for outputs, with the place of one of the same size.
 
-        Where there is none, it is a whole with a place of its own, after the outputs.
+        Where there is none, and for what outputs are parts of, it is a whole with a
+        place of its own, after the outputs.
         """
         found: dict[fx.Node, int] = {}
         outputs, roles = self._joint.outputs, self._joint.roles
@@ -278,18 +280,22 @@ class _Sizes:
         ):
             if source not in roles and self._bytes(node) == self._bytes(source):
                 found.setdefault(source, place)
-        wholes = (x for x in self._sources if x not in roles and x not in found)
+        kept = [x for source in self._sources for x in _with_wholes(source)]
+        wholes = (x for x in kept if x not in roles and x not in found)
         places = zip(dict.fromkeys(wholes), count(len(outputs)), strict=False)
         return found | dict(places)
 
     def _views(self) -> Iterator[Viewed | None]:
         """Yield what each output, and each whole, is a view of."""
         for place, source in enumerate((*self._sources, *self._wholes)):
-            role = self._joint.roles.get(source, "")
+            # What is kept for the first of several equal outputs may be a part.
+            is_own = self._outputs.get(source) == place
+            whole = whole_of(source) if is_own else source
+            role = "" if whole is None else self._joint.roles.get(whole, "")
             if is_input(role):
                 yield Viewed(True, index_of_input(role))
-            elif self._outputs.get(source, place) != place:
-                yield Viewed(False, self._outputs[source])
+            elif whole in self._outputs:
+                yield Viewed(False, self._outputs[whole])
             else:
                 yield None
 
@@ -488,12 +494,6 @@ def _held_dims(labels: Iterable[Label]) -> tuple[HeldDim, ...]:
     return tuple(dim for dim in map(_held_dim, labels) if dim is not None)
 
 
-def bytes_of_value(value: Any) -> int:
-    """Return the bytes of a tensor, or of several; 0 for what is none."""
-    tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
-    return sum(x.numel() * x.element_size() for x in tensors)
-
-
 def has_rows(value: Any, rows: int) -> bool:
     """Return whether a value of a batch grows with its rows, judged by its shape.
 
@@ -516,13 +516,12 @@ def _viewed(node: fx.Node) -> fx.Node:
     return node
 
 
-def _source(node: fx.Node) -> fx.Node:
-    """Return the value that a stage saves for a view of it, see `partition`."""
-    while node.target in VIEWS or (
-        node.target is operator.getitem and node.all_input_nodes[0].target in VIEWS
-    ):
-        node = node.all_input_nodes[0]
-    return node
+def _with_wholes(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield a value, and what it is a part of."""
+    found: fx.Node | None = node
+    while found is not None:
+        yield found
+        found = whole_of(found)
 
 
 def _reached_from(nodes: Iterable[fx.Node], first: set[fx.Node]) -> set[fx.Node]:

@@ -11,10 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from torch_xla_pp.compile.atom_costs import bytes_of_value, cost_of_function
+from torch_xla_pp.compile.atom_costs import cost_of_function
 from torch_xla_pp.compile.export import export_joint
 from torch_xla_pp.compile.loss_program import split_loss
 from torch_xla_pp.compile.partition import value_and_grads
+from torch_xla_pp.compile.parts import bytes_of_value
 from torch_xla_pp.graph import CallSpec
 from torch_xla_pp.work import Cost
 

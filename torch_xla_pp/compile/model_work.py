@@ -19,11 +19,11 @@ from torch_xla_pp.compile.atom_costs import (
     AtomCosts,
     HeldDim,
     attributes_of,
-    bytes_of_value,
     costs_of_atom,
     has_rows,
 )
 from torch_xla_pp.compile.checkpoint_regions import REGION
+from torch_xla_pp.compile.parts import bytes_of_value
 from torch_xla_pp.graph import (
     Atom,
     atoms_of,

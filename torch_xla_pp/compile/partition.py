@@ -12,8 +12,10 @@ Terms: a *function* is a piece of the joint graph with named inputs and outputs;
   Parallelism, 2023); what the first computes and the second reads is its *residual*
 
 A view or a factory call on a frontier is moved behind it: saving its operand costs no
-memory, saving its result would. Parameters, inputs and constants are never outputs
-of a function: they keep their names on both sides.
+memory, saving its result would. But where views alone are read that are smaller
+together than what they are views of, they are on the frontier, see `parts`. Parameters,
+inputs and constants are never outputs of a function: they keep their names on both
+sides.
 
 *Rematerialisation* moves more behind the frontier of the backward: forward values
 that are computed again, from what is saved, where the backward reads them. `Remat`
@@ -39,8 +41,14 @@ from torch import fx
 from torch._ops import OpOverload
 
 from torch_xla_pp.compile.joint_graph import JointGraph, is_random
-from torch_xla_pp.compile.names import accumulated, accumulator
+from torch_xla_pp.compile.names import (
+    accumulated,
+    accumulator,
+    is_input,
+    is_tangent,
+)
 from torch_xla_pp.compile.ops import VIEWS
+from torch_xla_pp.compile.parts import fewest_bytes, root_of
 from torch_xla_pp.phases import phase
 
 Remat: TypeAlias = Literal["none", "full"] | Collection[OpOverload]
@@ -264,14 +272,23 @@ class _Cut:
         reads += [(grad, region(grad)) for grad in grads]
         found = _frontier(reads, forward, self._policy.is_computed_again)
         # A value may be saved for one reader that another would compute again.
-        return self._ordered(found & _reads(grads, found))
+        received = self._received(is_input)
+        return self._ordered(_least(grads, found.union(received)))
 
     def _passed(self, saved: list[fx.Node]) -> list[fx.Node]:
         """Return what backward input computes and backward weight reads."""
+        if not self._input_results:
+            return []
         first = _closure(self._input_results, saved)
         weights = self._weight_results
         reads = [(node, None) for node in _reads(weights, {*saved, *first})]
-        return self._ordered(_frontier(reads, first, lambda node, _: _is_cheap(node)))
+        found = _frontier(reads, first, lambda node, _: _is_cheap(node))
+        received = self._received(lambda role: is_input(role) or is_tangent(role))
+        least = _least(weights, {*saved, *found, *received})
+        return self._ordered(least.difference(saved))
+
+    def _received(self, is_one: Callable[[str], bool]) -> set[fx.Node]:
+        return {node for node, role in self._joint.roles.items() if is_one(role)}
 
     def _ordered(self, nodes: set[fx.Node]) -> list[fx.Node]:
         return [node for node in self._joint.graph.graph.nodes if node in nodes]
@@ -333,6 +350,18 @@ def _reads(results: Iterable[fx.Node], known: Iterable[fx.Node]) -> set[fx.Node]
     """Return `results` and all that is read to compute them, given `known`."""
     computed = _closure(results, known)
     return {*results, *(read for node in computed for read in node.all_input_nodes)}
+
+
+def _least(results: Iterable[fx.Node], known: set[fx.Node]) -> set[fx.Node]:
+    """Return what to keep of known values to compute `results`, or their parts.
+
+    Placeholders are kept in any case, and not among it.
+    """
+    read = {*results}
+    for node in _closure(results, known):
+        read.update(() if _is_cheap(node) else node.all_input_nodes)
+    kept = fewest_bytes(node for node in read if root_of(node) in known)
+    return {node for node in kept if node.op != "placeholder"}
 
 
 def _frontier(

@@ -102,6 +102,9 @@ class StageSpecs:
     ) -> "StageSpecs":
         """Return specs by which small values between the programs pass as one.
 
+        Those that the backward of weights reads are apart: the others are dropped
+        before it.
+
         Args:
             looks: Name of what backwards read → a value of that shape and dtype.
             roles: The parameters whose gradients are summed up.
@@ -109,7 +112,12 @@ class StageSpecs:
         bundles = [
             bundle
             for name, names in self._own_results().items()
-            for bundle in bundles_of(name, names, looks)
+            for late in (False, True)
+            for bundle in bundles_of(
+                f"{name}, late" if late else name,
+                [one for one in names if (one in self.residual) == late],
+                looks,
+            )
         ]
         trained = {r: looks[accumulator(r)] for r in roles if accumulator(r) in looks}
         sums = bundles_of("sums", trained, trained)

@@ -10,7 +10,7 @@ more memory than it has, and the plan does not state less than it needs.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch_xla_pp.errors import ScheduleError
 from torch_xla_pp.planner.plan import PipelinePlan
@@ -218,20 +218,19 @@ def _rank_need(
             readers = names & (
                 {*value.passed_by} & in_input | {*value.kept_by} - in_input
             )
-            whole = _whole_of(value, graph, names)
-            kept_here |= {whole} if is_kept else set()
-            late_here |= {whole} if readers else set()
+            kept_here |= {value.name} if is_kept else set()
+            late_here |= {value.name} if readers else set()
+        sizes: dict[str, float] = {}
         for value in graph.values:
             is_whole = value.name in graph.outputs or {
                 homes[user] for user in value.users
             } != {homes.get(value.producer or "")}
             size = value.size.of(rows) * (1 if is_whole else split.share(value.dims))
-            if value.name in kept_here:
-                saved[stage] += size
-            if value.name in late_here:
-                passed[stage] += size
+            sizes[value.name] = size
             if value.name in graph.outputs and value.producer in names:
                 outputs[stage] += size
+        saved[stage] += _least_bytes(graph, names, kept_here, sizes)
+        passed[stage] += _least_bytes(graph, names, late_here, sizes)
         if not any(value.has_gradient for value in entering):
             # W is the whole backward.
             passed[stage] = saved[stage]
@@ -239,11 +238,21 @@ def _rank_need(
     return state + _most_kept(plan, number, saved, passed) + largest
 
 
-def _whole_of(value: WorkValue, graph: WorkGraph, names: set[str]) -> str:
-    """Return what works keep for a value: if they make a view, what it is of."""
-    while value.view_of is not None and value.producer in names:
-        value = next(other for other in graph.values if other.name == value.view_of)
-    return value.name
+def _least_bytes(
+    graph: WorkGraph, names: set[str], read: set[str], sizes: Mapping[str, float]
+) -> float:
+    """Return what a stage of some works keeps: views that it makes, or their wholes."""
+    views: defaultdict[str | None, list[WorkValue]] = defaultdict(list)
+    for value in graph.values:
+        views[value.view_of if value.producer in names else None].append(value)
+
+    def least(value: WorkValue) -> float:
+        parts = sum(map(least, views[value.name]))
+        return (
+            sizes[value.name] if value.name in read else min(parts, sizes[value.name])
+        )
+
+    return sum(map(least, views[None]))
 
 
 def _in_input_backward(graph: WorkGraph, names: set[str]) -> set[str]:

@@ -558,10 +558,8 @@ def _passed_bytes(works: WorkCosts, cut: Cut, saved: Array) -> Array:
         own = np.where(is_late, held, own)
         late = table.keeping[is_late[table.keeping[:, 1]]]
         keys = np.concatenate((keys[~is_late[keys[:, 1]]], late))
-    homes, _ = _homes_and_users(table, cut.stages)
-    pairs = _kept_pairs(table, homes, keys[:, 0], stages[keys[:, 1]], count)
     found = _binned(stages, own, count)
-    found += _binned(pairs % count, _kept_bytes(works, cut)[pairs // count], count)
+    found += _least_bytes(works, cut, keys[:, 0], stages[keys[:, 1]])
     return np.where(have_inputs, found, saved)
 
 
@@ -618,8 +616,7 @@ def _value_bytes(works: WorkCosts, cut: Cut) -> tuple[Array, Array]:
         computed = ~is_full[keepers]
         numbers = np.concatenate((numbers[computed], values[again]))
         keepers = np.concatenate((keepers[computed], entered[again]))
-    keys = _kept_pairs(table, homes, numbers, keepers, count)
-    saved = _binned(keys % count, _kept_bytes(works, cut)[keys // count], count)
+    saved = _least_bytes(works, cut, numbers, keepers)
     outputs = np.zeros(count)
     for number in table.outputs:
         if homes[number] >= 0:
@@ -627,28 +624,38 @@ def _value_bytes(works: WorkCosts, cut: Cut) -> tuple[Array, Array]:
     return saved, outputs
 
 
-def _kept_pairs(
-    table: WorkTable,
-    homes: NDArray[np.int_],
-    values: NDArray[np.int_],
-    stages: NDArray[np.int_],
-    count: int,
-) -> NDArray[np.int_]:
-    """Return `value * count + stage` for all values that stages keep, each once.
+def _least_bytes(
+    works: WorkCosts, cut: Cut, values: NDArray[np.int_], stages: NDArray[np.int_]
+) -> Array:
+    """Return the bytes that stages keep of values, each value once.
 
-    A stage that makes a view keeps what it is a view of.
+    A stage that makes views keeps them, or what they are views of if that is less.
 
     Args:
-        table: The works.
-        homes: The stage that makes each value.
+        works: The costs of works.
+        cut: The stages.
         values: Values that are read later.
         stages: The stage that reads each of these.
-        count: Number of stages.
     """
-    wholes = table.wholes
-    while (shown := (wholes[values] >= 0) & (homes[values] == stages)).any():
-        values = np.where(shown, wholes[values], values)
-    return np.unique(values * count + stages)
+    table, count = works.table, cut.num_stages
+    sizes = _kept_bytes(works, cut)
+    keys = np.unique(values * count + stages)
+    if not table.views:
+        return _binned(keys % count, sizes[keys // count], count)
+    least = np.zeros((len(sizes), count))
+    least[keys // count, keys % count] = sizes[keys // count]
+    are_read = least > 0
+    parts = np.zeros_like(least)
+    homes, _ = _homes_and_users(table, cut.stages)
+    for views in table.views:
+        makers, wholes = homes[views], table.wholes[views]
+        np.add.at(parts, (wholes, makers), least[views, makers])
+        least[views, makers] = 0
+        whole = np.where(are_read[wholes], np.inf, parts[wholes])
+        whole = np.minimum(whole, sizes[wholes, None])
+        least[wholes] = np.where(parts[wholes] > 0, whole, least[wholes])
+    found: Array = least.sum(0)
+    return found
 
 
 def _kept_bytes(works: WorkCosts, cut: Cut) -> Array:

@@ -202,6 +202,17 @@ class WorkTable:
         return np.array(own, dtype=int)
 
     @cached_property
+    def views(self) -> tuple[NDArray[np.int_], ...]:
+        """Numbers of the values that are views: those of other views come first."""
+        found = []
+        left = np.flatnonzero(self.wholes >= 0)
+        while left.size:
+            last = left[~np.isin(left, self.wholes[left])]
+            found.append(last)
+            left = np.setdiff1d(left, last)
+        return tuple(found)
+
+    @cached_property
     def sources(self) -> tuple[int, ...]:
         """Places of the works that use no value with a gradient."""
         users = set(self.uses[self.have_gradients[self.uses[:, 0]], 1].tolist())

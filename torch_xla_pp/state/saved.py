@@ -177,6 +177,11 @@ class SavedValues:
         """Return how many bytes are held now."""
         return self.own.num_bytes
 
+    @property
+    def free_bytes(self) -> int:
+        """Return how many of them are those of free values."""
+        return self._size_of_free().num_bytes
+
     def clear(self) -> None:
         """Drop everything but free values, and count afresh."""
         self._values.clear()
