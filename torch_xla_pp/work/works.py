@@ -93,7 +93,8 @@ class WorkValue:
             from I to W.
         dims: Those of its dimensions that parameters have, too.
         view_of: Name of the value that it is a view of, None if it is one of its own.
-            A stage with its producer keeps that value in its place.
+            A stage with its producer keeps that value in its place, unless the views
+            that are read are fewer bytes together.
     """
 
     name: str
