@@ -16,6 +16,7 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 from planner_models import random_graph
 
@@ -84,7 +85,8 @@ def case(seed: int, is_bound: bool) -> tuple[int, int, dict[str, float | None]]:
     if is_bound:
         peaks = sorted(found.peak_bytes for found in everything)
         memory = peaks[int(draw.choice([0.0, 0.05, 0.3]) * len(peaks))]
-        cluster = cluster.with_memory(max(1, memory - draw.choice([0, 1])))
+        most = max(1, memory - draw.choice([0, 1]))
+        cluster = replace(cluster, memory_bytes=most)
         evaluator = Evaluator(table=table, cluster=cluster, has_own_inputs=True)
     fitting = [e for e in everything if e.peak_bytes <= cluster.capacity_bytes]
     gaps: dict[str, float | None] = {}

@@ -81,7 +81,6 @@ def test_edges_and_ancestors_follow_from_values() -> None:
     graph = diamond()
     assert graph.edges == ((0, 1), (0, 2), (1, 3), (2, 3))
     assert graph.ancestors == (0b0, 0b1, 0b1, 0b111)
-    assert graph.predecessors("d") == ("b", "c")
 
 
 def test_costs_are_affine_in_rows() -> None:

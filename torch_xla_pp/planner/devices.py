@@ -194,10 +194,6 @@ class Cluster:
         """The link from a rank to that of the next replica."""
         return self.replica_link or self.network.default
 
-    def with_memory(self, memory_bytes: int) -> "Cluster":
-        """Return the same devices with another memory."""
-        return dataclasses.replace(self, memory_bytes=memory_bytes)
-
 
 def link_between_ranks(
     *devices: DeviceSpec, latency_s: float | None = None, gb_per_s: float | None = None

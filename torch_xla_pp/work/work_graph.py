@@ -108,11 +108,6 @@ class WorkGraph:
         text = repr((sorted(held), parts))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
-    def predecessors(self, work: str) -> tuple[str, ...]:
-        """Return the names of the works whose values a work uses."""
-        place = self.index[work]
-        return tuple(self.works[p].name for p, c in self.edges if c == place)
-
     def with_loss(self, cost: Cost) -> "WorkGraph":
         """Return the work with a loss of the model's outputs.
 
