@@ -1,5 +1,6 @@
 """Plans for ranks that differ in devices: as good as any cut, sound, or one error."""
 
+import dataclasses
 import random
 import shlex
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from strategies import work_graphs
 from torch_xla_pp.cli.options import parser
 from torch_xla_pp.cli.plan_options import plan_of_options
 from torch_xla_pp.mesh import AxisRules
-from torch_xla_pp.planner import DeviceSpec, PipelinePlan, check, make_plan
+from torch_xla_pp.planner import DEVICES, DeviceSpec, PipelinePlan, check, make_plan
 from torch_xla_pp.planner.checks import faults_in
 from torch_xla_pp.planner.orders import branches_1f1b
 from torch_xla_pp.planner.strategies import Strategy, strategies_for
@@ -47,9 +48,9 @@ MICROBATCHES, ROWS = 6, 4
 
 
 def device(name: str, speed: float, memory_bytes: int = 2**40) -> DeviceSpec:
-    values = {field: getattr(PLAIN, field) for field in PLAIN.__dataclass_fields__}
-    changed = {"name": name, "flops_per_s": speed, "memory_bytes": memory_bytes}
-    return DeviceSpec(**values | changed)
+    return dataclasses.replace(
+        PLAIN, name=name, flops_per_s=speed, memory_bytes=memory_bytes
+    )
 
 
 KINDS = (device("slow", 1e9), device("quick", 2e9), device("fast", 3e9))
@@ -338,10 +339,7 @@ def test_memory_is_counted_by_the_strategy_of_the_rank() -> None:
         rank_sharding=["1x1", "fsdp:2x1"],
     )
     first, second = plan.ranks
-    changed = PipelinePlan(
-        **{name: getattr(plan, name) for name in plan.__dataclass_fields__}
-        | {"ranks": (first, first)}
-    )
+    changed = dataclasses.replace(plan, ranks=(first, first))
     assert faults_in(plan, gpt(4)) == []
     assert any("rank 1: expected the stated" in f for f in faults_in(changed, gpt(4)))
     assert second.mesh == {"data": 2}
@@ -487,3 +485,22 @@ def test_replicas_repeat_the_first_ranks() -> None:
 def test_faulty_ranks_give_one_error(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make_plan(gpt(2, 64, 32), **{"rows": 8, "ranks": 2} | options)
+
+
+def test_a_small_rank_alone_computes_again() -> None:
+    small = dataclasses.replace(
+        DEVICES["v5p"], name="small", memory_bytes=1_200_000_000
+    )
+    plan = make_plan(
+        gpt(8),
+        rows=64,
+        ranks=2,
+        device=["v5p", small],
+        replicas=(1,),
+        microbatches=(8,),
+        schedules=("1f1b",),
+    )
+    assert {(stage.rank, stage.remat) for stage in plan.stages} == {
+        (0, "none"),
+        (1, "full"),
+    }
