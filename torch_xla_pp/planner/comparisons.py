@@ -48,7 +48,11 @@ def other_plans(
         except ValueError:
             continue
         if found.best:
-            again = replace(pinned(asked, best_of(found)), remat=asked.remat)
+            again = replace(
+                pinned(asked, best_of(found)),
+                remat=asked.remat,
+                stages_per_rank=asked.stages_per_rank,
+            )
             yield change, best_of(search(again, evaluator)), again
 
 
