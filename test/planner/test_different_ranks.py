@@ -457,6 +457,14 @@ def test_replicas_repeat_the_first_ranks() -> None:
             "devices per rank: expected counts of at least 1, got 0",
         ),
         (
+            {"devices_per_rank": [1, "2"]},
+            "devices per rank: expected a count, got '2'. Give a whole number.",
+        ),
+        (
+            {"devices_per_rank": [1.5, 2]},
+            "devices per rank: expected a count, got 1.5. Give a whole number.",
+        ),
+        (
             {"devices_per_rank": [1, 2], "meshes": ((2, 1),)},
             "expected a mesh for the 1 devices of rank 0 with dp, fsdp, tp, got none",
         ),

@@ -39,6 +39,11 @@ def devices_of_ranks(
         *_count_faults("device", names, ranks, (1, ranks)),
         *_count_faults("devices per rank", counts, ranks, (1, ranks)),
         *_count_faults("rank sharding", strategies or (), ranks, (0, ranks)),
+        *(
+            f"devices per rank: expected a count, got {count!r}. Give a whole number."
+            for count in counts
+            if not isinstance(count, int)
+        ),
     ]
     if not faults:
         number = ranks or 1
