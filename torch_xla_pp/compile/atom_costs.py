@@ -28,8 +28,8 @@ from torch_xla_pp.compile.names import (
 )
 from torch_xla_pp.compile.ops import VIEWS
 from torch_xla_pp.compile.partition import Function, StageFunctions, partition_joint
-from torch_xla_pp.compile.parts import bytes_of_value, kept_for, whole_of
 from torch_xla_pp.compile.value_dims import Label, ValueDims, first_label
+from torch_xla_pp.compile.value_parts import bytes_of_value, kept_for, whole_of
 from torch_xla_pp.graph import Atom
 from torch_xla_pp.work import Amount, Cost
 

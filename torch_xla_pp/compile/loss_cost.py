@@ -15,7 +15,7 @@ from torch_xla_pp.compile.atom_costs import cost_of_function
 from torch_xla_pp.compile.export import export_joint
 from torch_xla_pp.compile.loss_program import split_loss
 from torch_xla_pp.compile.partition import value_and_grads
-from torch_xla_pp.compile.parts import bytes_of_value
+from torch_xla_pp.compile.value_parts import bytes_of_value
 from torch_xla_pp.graph import CallSpec
 from torch_xla_pp.work import Cost
 

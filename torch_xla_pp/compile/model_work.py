@@ -23,7 +23,7 @@ from torch_xla_pp.compile.atom_costs import (
     has_rows,
 )
 from torch_xla_pp.compile.checkpoint_regions import REGION
-from torch_xla_pp.compile.parts import bytes_of_value
+from torch_xla_pp.compile.value_parts import bytes_of_value
 from torch_xla_pp.graph import (
     Atom,
     atoms_of,

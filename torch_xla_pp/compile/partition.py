@@ -48,7 +48,7 @@ from torch_xla_pp.compile.names import (
     is_tangent,
 )
 from torch_xla_pp.compile.ops import VIEWS
-from torch_xla_pp.compile.parts import fewest_bytes, root_of
+from torch_xla_pp.compile.value_parts import fewest_bytes, root_of
 from torch_xla_pp.phases import phase
 
 Remat: TypeAlias = Literal["none", "full"] | Collection[OpOverload]
