@@ -19,10 +19,11 @@ printed. As the sides do equally many steps, their losses must agree in every tu
 cell is not timed where those of the first steps do not. Columns, named as in the JSON:
 
 ours_s, peer_s: Time of a step, the optimizer's included.
-ratio: ours_s / peer_s.
+ratio: ours_s / peer_s, of the same turn; the median.
+spread: The same ratio's first and third quartiles.
 ours_cpu_s, peer_cpu_s: Processor time of a step, of all threads of all processes.
     Other work on the machine changes it less than the time of a step.
-cpu_ratio: ours_cpu_s / peer_cpu_s.
+cpu_ratio, cpu_spread: The same of ours_cpu_s / peer_cpu_s.
 loss_difference: The largest relative difference of the sides' mean losses in any turn.
 first_step_s: Our first step and the making of the stages before.
 compiles: Programs that we compiled or looked up by graph in the timed steps, by
@@ -165,22 +166,25 @@ def measure(cell: Cell, cores: Sequence[int], rounds: int) -> dict[str, Any]:
         "first_step_s": first[0]["ours"]["step_s"] + first[0]["ours"]["setup_s"],
         "compiles": sum(turn["ours"]["compiles"] for turn in turns),
     }
-    for kind, ending in (("step_s", "s"), ("cpu_s", "cpu_s")):
-        for side in SIDES:
-            values = [turn[side][kind] for turn in turns]
-            row[f"{side}_{ending}"] = statistics.median(values)
-    row["ratio"] = row["ours_s"] / row["peer_s"]
-    row["cpu_ratio"] = row["ours_cpu_s"] / row["peer_cpu_s"]
+    for kind, prefix in (("step_s", ""), ("cpu_s", "cpu_")):
+        values = {side: [turn[side][kind] for turn in turns] for side in SIDES}
+        for side, own in values.items():
+            row[f"{side}_{prefix}s"] = statistics.median(own)
+        pairs = zip(values["ours"], values["peer"], strict=True)
+        ratios = [ours / peer for ours, peer in pairs]
+        first, row[f"{prefix}ratio"], third = statistics.quantiles(ratios, n=4)
+        row[f"{prefix}spread"] = first, third
     return row
 
 
 def line_of(row: dict[str, Any]) -> str:
     """Return a row as a line of text."""
+    first, third = row["spread"]
     return (
         f"{row['model']} {row['layout']:4} {row['schedule']:21}"
         f" M={row['microbatches']:<3}"
         f" ours {row['ours_s']:6.3f} s  peer {row['peer_s']:6.3f} s"
-        f"  ratio {row['ratio']:.2f}"
+        f"  ratio {row['ratio']:.2f} ({first:.2f} to {third:.2f})"
         f"  processors {row['ours_cpu_s']:6.3f} s  {row['peer_cpu_s']:6.3f} s"
         f"  ratio {row['cpu_ratio']:.2f}  losses differ by {row['loss_difference']:.0e}"
         f"  first step {row['first_step_s']:.1f} s  compiles {row['compiles']}"

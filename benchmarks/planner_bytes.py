@@ -21,7 +21,7 @@ part: `state`: parameters, gradients and the optimizer's state. `between`: the m
 predicted_bytes: What the plan says of one device.
 measured_bytes: What the stages hold on it, as `peak_memory()` counts it, but for free
     memory that waits for the next values, on CPU devices: these are
-free_bytes: The most of it, whenever that is.
+free_bytes: By how much the most that is held is larger with it.
 error: By which part of the measured bytes the prediction is too large.
 """
 
@@ -113,7 +113,7 @@ def sharding_of(name: str) -> Any:
 
 
 def watch(stages: list[Any]) -> list[int]:
-    """Let stages note the most that they hold together, and of what is free."""
+    """Let stages note the most they hold together, without what is free and with it."""
     most = [0, 0]
 
     def put_of(saved: Any) -> Any:
@@ -123,7 +123,7 @@ def watch(stages: list[Any]) -> list[int]:
             put(*args)
             free = sum(stage.saved.free_bytes for stage in stages)
             held = sum(stage.saved.num_bytes for stage in stages)
-            most[:] = max(most[0], held - free), max(most[1], free)
+            most[:] = max(most[0], held - free), max(most[1], held)
 
         return noted
 
@@ -199,7 +199,7 @@ def measure(cell: dict[str, Any]) -> list[dict[str, Any]]:
             "part": part,
             "predicted_bytes": expected[part],
             "measured_bytes": measured[part],
-            "free_bytes": most[1] if part == "between" else 0,
+            "free_bytes": most[1] - most[0] if part == "between" else 0,
             "error": expected[part] / measured[part] - 1,
         }
         for part in measured

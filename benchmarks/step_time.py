@@ -22,6 +22,8 @@ efficiency: Time that a step would take without any cost of distribution, by the
     ranks. `single_s` is the time in which one process on one core runs the programs of
     all stages in turn. The bubble is GPipe's: schedules that have a smaller one may
     exceed 1.
+shared_efficiency: The same with `shared_s` for `single_s`, the time while each rank
+    does so on its own core: what the cores share, such as memory, costs both.
 dispatch_us: CPU time of the main thread in one forward or backward action, the median
     over both ranks and 3 steps. It holds all that the thread does, e.g. the loss's
     gradient, and programs, should XLA run them in the calling thread; waiting is no CPU
@@ -86,7 +88,8 @@ class Bench:
         self.size = gpt.SIZES[job.size_name]
         self._wait_device = xla_compat.wait_device
         self._gloo = dist.new_group(backend="gloo")
-        self._alone = dist.new_group([0], backend="xla_pp")
+        alone = [dist.new_group([r], backend="xla_pp") for r in range(NUM_RANKS)]
+        self._alone = alone[self.rank]
 
     def cell(self, schedule: str, microbatches: int) -> dict[str, Any]:
         """Measure one schedule with one number of microbatches."""
@@ -103,13 +106,15 @@ class Bench:
         }
         peer = self._side(sides.peer(self._gloo), schedule, microbatches)
         single = self._single(microbatches, sides.num_stages_of(schedule))
-        turns: dict[str, Side | None] = {"ours": ours, "peer": peer, "single": single}
+        turns: dict[str, Side | None] = {"ours": ours, "peer": peer, "shared": single}
+        turns["single"] = None if self.rank else single
         if self.job.is_compiled:
             compiled, row["compiled_error"] = self._compiled(schedule, microbatches)
             turns |= {"compiled_peer": compiled} if compiled else {}
         row |= self._rounds(turns)
         bubble = (microbatches + NUM_RANKS - 1) / (microbatches * NUM_RANKS)
         row["efficiency"] = row["single_s"] * bubble / row["ours_s"]
+        row["shared_efficiency"] = row["shared_s"] * bubble / row["ours_s"]
         row["dispatch_us"] = self._dispatch_us(ours)
         check_pinned(self.core)
         return row
@@ -167,10 +172,8 @@ class Bench:
             side.step()
         self._wait_device()
 
-    def _single(self, microbatches: int, num_stages: int) -> Side | None:
-        """Return a pipeline with all stages on rank 0; the others wait meanwhile."""
-        if self.rank:
-            return None
+    def _single(self, microbatches: int, num_stages: int) -> Side:
+        """Return a pipeline with all stages on this rank."""
         make, stages = sides.ours(self._alone), range(num_stages)
         # With one rank it takes the microbatches one by one through all stages.
         schedule = "Interleaved1F1B"
@@ -244,7 +247,7 @@ def line_of(row: dict[str, Any]) -> str:
         f"{row['model']} {row['schedule']:21} M={row['microbatches']:<3}"
         f" ours {row['ours_s']:6.3f} s  peer {row['peer_s']:6.3f} s"
         f"  ratio {row['ratio']:.2f} ({first:.2f} to {third:.2f})"
-        f"  efficiency {row['efficiency']:.2f}"
+        f"  efficiency {row['efficiency']:.2f} ({row['shared_efficiency']:.2f})"
         f"  dispatch {row['dispatch_us']:4.0f} us"
         f"  first step {row['first_step_s']:.1f} s  compiles {row['compiles']}"
     )
