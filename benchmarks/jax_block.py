@@ -19,8 +19,8 @@ def block(heads: int, x: Any, weights: Weights) -> Any:
     """Apply the block to `(B, L, width)`."""
     rows, length, width = x.shape
     projected = (norm(x) * weights["scale_1"] + weights["shift_1"]) @ weights["qkv"]
-    parts = jnp.split(projected + weights["qkv_bias"], 3, axis=-1)
-    q, k, v = (part.reshape(rows, length, heads, -1) for part in parts)
+    by_head = (projected + weights["qkv_bias"]).reshape(rows, length, heads, -1)
+    q, k, v = jnp.split(by_head, 3, axis=-1)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / (width // heads) ** 0.5
     causal = jnp.tril(jnp.ones((length, length), bool))
     mixing = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))

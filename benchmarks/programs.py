@@ -87,12 +87,10 @@ class Alone:
 
 
 def rules_of(products: str) -> tuple[Any, ...]:
-    """Return how operations are run if "best" or "xla" multiplies matrices."""
-    from torch_xla_pp import cpu
-    from torch_xla_pp.compile import LibraryProducts
+    """Return how operations are run: as "best" as a rank can, or all by "xla"."""
+    from torch_xla_pp.compile import library_rules
 
-    multiply = cpu.library_product() if products == "best" else None
-    return () if multiply is None else (LibraryProducts(multiply=multiply),)
+    return library_rules() if products == "best" else ()
 
 
 def split_backward(size_name: str, core: int) -> list[dict[str, Any]]:

@@ -93,7 +93,7 @@ class JaxSide:
         script = Path(__file__).with_name("jax_stage.py")
         with tempfile.TemporaryDirectory() as folder:
             given = {"x": x, "grad": grad} | to_jax(dict(module.named_parameters()))
-            heads = module.get_submodule("blocks.0").heads
+            heads = x.shape[-1] // module.get_submodule("blocks.0").head_width
             arrays = {name: value.detach().numpy() for name, value in given.items()}
             np.savez(f"{folder}/given.npz", heads=np.asarray(heads), **arrays)
             self._process = subprocess.Popen(

@@ -17,7 +17,10 @@ namespace xla_pp {
   X(kReceive, receive) \
   X(kBegin, begin)     \
   X(kEnd, end)         \
-  X(kProduct, product)
+  X(kProduct, product) \
+  X(kSum, sum)         \
+  X(kSoftmax, softmax) \
+  X(kSoftmaxGrad, softmax_grad)
 
 // The words of a number of an operand.
 #define XPP_WORDS(X) X(low) X(high)
@@ -104,6 +107,15 @@ namespace xla_pp {
   X(is_left_turned)           \
   X(is_right_turned)
 
+// The attributes of a sum: of each row, or of each column.
+#define XPP_SUM_FIELDS(X) X(rows) X(columns) X(is_of_columns)
+
+// The attributes of a softmax of rows: whether one of minus infinity alone gives zeros.
+#define XPP_SOFTMAX_FIELDS(X) X(rows) X(columns) X(is_safe)
+
+// The attributes of its gradient.
+#define XPP_SOFTMAX_GRAD_FIELDS(X) X(rows) X(columns)
+
 #define XPP_NUMBER(number, name) number,
 #define XPP_NAME(number, name) " " #name
 #define XPP_LETTER(letter) #letter
@@ -149,6 +161,9 @@ constexpr char kAbi[] =
     "route" XPP_ROUTE_FIELDS(XPP_FIELD_NAME) "\n"
     "row" XPP_ROW_FIELDS(XPP_FIELD_NAME) "\n"
     "stats" XPP_STATS_FIELDS(XPP_FIELD_NAME) "\n"
-    "product" XPP_PRODUCT_FIELDS(XPP_FIELD_NAME) "\n";
+    "product" XPP_PRODUCT_FIELDS(XPP_FIELD_NAME) "\n"
+    "sum" XPP_SUM_FIELDS(XPP_FIELD_NAME) "\n"
+    "softmax" XPP_SOFTMAX_FIELDS(XPP_FIELD_NAME) "\n"
+    "softmax_grad" XPP_SOFTMAX_GRAD_FIELDS(XPP_FIELD_NAME) "\n";
 
 }  // namespace xla_pp

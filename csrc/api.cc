@@ -9,6 +9,7 @@
 #include "abi.h"
 #include "engines.h"
 #include "handlers.h"
+#include "parts.h"
 #include "products.h"
 #include "recorder.h"
 #include "ucx_link.h"
@@ -42,10 +43,12 @@ int64_t xpp_register(const void* get_api, const char* target, int32_t op, char* 
 // Returns the handler of an op, for other XLAs than torch_xla's.
 const void* xpp_handler(int32_t op) { return HandlerOf(static_cast<Op>(op)); }
 
-void xpp_use_blas(void* multiply, void* set_threads, int64_t max_parts) {
+void xpp_use_blas(void* multiply, void* set_threads) {
   UseBlas({reinterpret_cast<decltype(Blas::multiply)>(multiply),
-           reinterpret_cast<decltype(Blas::set_threads)>(set_threads), max_parts});
+           reinterpret_cast<decltype(Blas::set_threads)>(set_threads)});
 }
+
+void xpp_use_cores(int64_t count) { SetMaxParts(count); }
 
 void xpp_start_recording() { TheRecorder().Start(); }
 

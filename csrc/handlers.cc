@@ -25,6 +25,7 @@
 #include "pages.h"
 #include "products.h"
 #include "recorder.h"
+#include "rows.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace xla_pp {
@@ -307,7 +308,14 @@ XLA_FFI_DEFINE_HANDLER(kBegin, Begin, ffi::Ffi::Bind().RemainingArgs().Remaining
 
 XLA_FFI_DEFINE_HANDLER(kEnd, End, ffi::Ffi::Bind().RemainingArgs().RemainingRets());
 
-XLA_FFI_Handler* const kHandlers[] = {kSend, kReceive, kBegin, kEnd, ProductHandler()};
+XLA_FFI_Handler* const kHandlers[] = {kSend,
+                                      kReceive,
+                                      kBegin,
+                                      kEnd,
+                                      ProductHandler(),
+                                      SumHandler(),
+                                      SoftmaxHandler(),
+                                      SoftmaxGradHandler()};
 
 }  // namespace
 

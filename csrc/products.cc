@@ -7,19 +7,15 @@
 #include "products.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
-#include <memory>
 
+#include "parts.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace xla_pp {
 namespace {
 
 namespace ffi = xla::ffi;
-
-// The multiplications that are worth a thread of their own.
-constexpr int64_t kWorthAThread = int64_t{1} << 21;
 
 Blas the_blas;
 
@@ -33,11 +29,6 @@ struct Product {
   int64_t columns;
   bool is_left_turned;
   bool is_right_turned;
-};
-
-struct Range {
-  int64_t begin;
-  int64_t size;
 };
 
 // Computes the part of a product that is in these rows and columns, on this thread.
@@ -72,8 +63,7 @@ Product At(const Product& first, int64_t place) {
   return product;
 }
 
-// Cuts the batch, or the longer side of the result, into a part for each of the
-// device's cores, each for a thread of XLA's.
+// Cuts the batch, or the longer side of the result.
 ffi::Future Run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> left,
                 ffi::Buffer<ffi::F32> right, ffi::ResultBuffer<ffi::F32> result,
                 int64_t batch, int64_t rows, int64_t depth, int64_t columns,
@@ -82,30 +72,16 @@ ffi::Future Run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> left,
       left.typed_data(), right.typed_data(),  result->typed_data(), rows, depth,
       columns,           is_left_turned != 0, is_right_turned != 0};
   const int64_t length = batch > 1 ? batch : std::max(rows, columns);
-  const int64_t num_parts =
-      std::clamp<int64_t>(batch * rows * depth * columns / kWorthAThread, 1,
-                          std::min({pool.num_threads(), the_blas.max_parts, length}));
-  auto promise = std::make_shared<ffi::Promise>();
-  auto num_left = std::make_shared<std::atomic<int64_t>>(num_parts);
-  ffi::Future future(*promise);
-  const auto run = [=](int64_t part) {
-    const int64_t begin = length * part / num_parts;
-    const Range range{begin, length * (part + 1) / num_parts - begin};
+  return RunParts(pool, length, batch * rows * depth * columns, [=](Range part) {
     const bool is_tall = rows >= columns;
     if (batch == 1) {
-      Multiply(product, is_tall ? range : Range{0, rows},
-               is_tall ? Range{0, columns} : range);
+      Multiply(product, is_tall ? part : Range{0, rows},
+               is_tall ? Range{0, columns} : part);
     }
-    for (int64_t place = begin; batch > 1 && place < begin + range.size; ++place) {
-      Multiply(At(product, place), {0, rows}, {0, columns});
+    for (int64_t i = 0; batch > 1 && i < part.size; ++i) {
+      Multiply(At(product, part.begin + i), {0, rows}, {0, columns});
     }
-    if (--*num_left == 0) promise->SetAvailable();
-  };
-  for (int64_t part = 1; part < num_parts; ++part) {
-    pool.Schedule([run, part] { run(part); });
-  }
-  run(0);
-  return future;
+  });
 }
 
 XLA_FFI_DEFINE_HANDLER(kRun, Run,

@@ -15,8 +15,6 @@ struct Blas {
   // Sets how many threads the calls of this thread use; returns the number before. None
   // if the library has one thread for each call.
   int (*set_threads)(int) = nullptr;
-  // Into how many parts a product is cut at most: the cores for one device.
-  int64_t max_parts = 1;
 };
 
 // Sets the functions; called before the first product.

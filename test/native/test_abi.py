@@ -25,6 +25,9 @@ _LISTS = {
     "XPP_ROW_FIELDS": "row",
     "XPP_STATS_FIELDS": "stats",
     "XPP_PRODUCT_FIELDS": "product",
+    "XPP_SUM_FIELDS": "sum",
+    "XPP_SOFTMAX_FIELDS": "softmax",
+    "XPP_SOFTMAX_GRAD_FIELDS": "softmax_grad",
 }
 
 

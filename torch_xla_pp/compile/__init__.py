@@ -54,7 +54,7 @@ from torch_xla_pp.compile.program import (
     Program,
 )
 from torch_xla_pp.compile.program_spec import ProgramSpec
-from torch_xla_pp.compile.rank_rules import is_constrained, rules_of
+from torch_xla_pp.compile.rank_rules import is_constrained, library_rules, rules_of
 from torch_xla_pp.compile.sizes import device_bytes
 from torch_xla_pp.compile.stage_compiler import (
     CompiledStage,
@@ -117,6 +117,7 @@ __all__ = [
     "is_buffer",
     "is_constrained",
     "is_tangent",
+    "library_rules",
     "marking_checkpoints",
     "name_in_module",
     "nothing",

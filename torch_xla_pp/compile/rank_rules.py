@@ -6,6 +6,7 @@ from torch_xla_pp import cpu, env
 from torch_xla_pp.compile.attention_kernel import AttentionKernel, calls_kernel
 from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.product_rules import Constraints, LibraryProducts
+from torch_xla_pp.compile.row_rules import run_on_rows
 from torch_xla_pp.compile.sharded_products import ShardedProducts
 from torch_xla_pp.mesh import LogicalAxes, Partition, is_on_mesh
 from torch_xla_pp.world import World
@@ -29,13 +30,25 @@ def rules_of(
         named: The axes that `shard` was called with; without axis rules, those that are
             axes of the mesh count.
     """
-    multiply = _library_product()
-    if multiply is not None:
-        return (LibraryProducts(multiply=multiply),)
+    if _library_product() is not None:
+        return library_rules()
     needs_rule = is_constrained(world) or any(map(is_on_mesh, named))
     products = _sharded_products(world)
     constraints = Constraints(layout=world.constraint, products=products)
-    return (*_kernels(world), *((constraints,) if needs_rule else ()))
+    constrained = (constraints,) if needs_rule else ()
+    return (*library_rules(), *_kernels(world), *constrained)
+
+
+def library_rules() -> tuple[LoweringRule, ...]:
+    """Return the rules by which programs for one CPU device call libraries.
+
+    Programs for other devices have none, whatever this rank runs.
+    """
+    if env.device_kind() != "CPU":
+        return ()
+    multiply = _library_product()
+    products = () if multiply is None else (LibraryProducts(multiply=multiply),)
+    return (*((run_on_rows,) if cpu.has_rows() else ()), *products)
 
 
 def _sharded_products(world: World) -> ShardedProducts | None:

@@ -1,10 +1,11 @@
 """What ranks on CPU devices do differently, all in this folder.
 
-Three things, for speed, and so that programs never deadlock:
+For speed, and so that programs never deadlock:
 
 * XLA's client gets enough threads, and no XNNPACK (`before_client`)
 * malloc keeps what is freed (`heap`)
 * programs multiply matrices with a library (`products`, `blas`)
+* programs for one device call `csrc/` for sums and softmax (`rows`)
 * programs for one device save values in the memory of earlier ones (`client`)
 
 None of it is done on other kinds of devices, and no variable or flag is set there.
@@ -26,6 +27,7 @@ from torch_xla_pp.cpu.products import (
     library_product,
     library_product_of_parts,
 )
+from torch_xla_pp.cpu.rows import has_rows, softmax, softmax_grad, total
 
 __all__ = [
     "PartProduct",
@@ -33,10 +35,14 @@ __all__ = [
     "ProductSides",
     "copying_large_values",
     "give_back_garbage",
+    "has_rows",
     "is_recycling",
     "library_product",
     "library_product_of_parts",
     "most_small_bytes",
     "prepare_client",
+    "softmax",
+    "softmax_grad",
     "starting",
+    "total",
 ]

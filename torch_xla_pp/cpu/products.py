@@ -12,9 +12,7 @@ those of ranks on other kinds of devices or without such a library, and all unde
 """
 
 import functools
-import logging
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -23,6 +21,7 @@ from torch import Tensor
 
 from torch_xla_pp import env, native, xla_compat
 from torch_xla_pp.cpu.blas import find_blas
+from torch_xla_pp.cpu.handlers import find_handlers
 from torch_xla_pp.hlo import OWN_PRODUCT
 
 Product: TypeAlias = Callable[[Tensor, Tensor, bool, bool], Tensor | None]
@@ -64,7 +63,6 @@ what it cannot multiply.
 """
 
 _MAX_SIDE = (1 << 31) - 1  # of the libraries' integers
-_logger = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -89,16 +87,12 @@ def library_product_of_parts() -> PartProduct | None:
 
 def _can_multiply() -> bool:
     """Pass the library to the handlers; return whether there is one."""
-    try:
-        handlers = native.library()
-    except native.Unavailable as reason:
-        _logger.info("XLA multiplies matrices itself: %s", reason)
+    handlers = find_handlers()
+    if handlers is None:
         return False
     blas = find_blas()
     if blas is not None:
-        # As many devices multiply at the same time.
-        cores = len(os.sched_getaffinity(0)) // xla_compat.num_local_devices()
-        handlers.xpp_use_blas(*blas, max(1, cores))
+        handlers.xpp_use_blas(*blas)
     return blas is not None
 
 

@@ -7,6 +7,7 @@ from torch_xla_pp.native.abi import (
     ROW_FIELDS,
     Direction,
     Event,
+    Op,
     row_of,
     words_of,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "Event",
     "Failure",
     "Note",
+    "Op",
     "ROUTE_FIELDS",
     "ROW_FIELDS",
     "Stats",

@@ -11,7 +11,9 @@ from typing import Literal, get_args
 
 from torch_xla_pp.schedule import KINDS
 
-Op = Literal["send", "receive", "begin", "end", "product"]
+Op = Literal[
+    "send", "receive", "begin", "end", "product", "sum", "softmax", "softmax_grad"
+]
 Direction = Literal["F", "B", "S"]
 """What a message carries: "F" values, "B" their gradients, "S" gradients to be summed
 over copies of a parameter, in other stages or in other replicas."""
@@ -72,6 +74,9 @@ PRODUCT_FIELDS = (
     "is_left_turned",
     "is_right_turned",
 )
+SUM_FIELDS = ("rows", "columns", "is_of_columns")
+SOFTMAX_FIELDS = ("rows", "columns", "is_safe")
+SOFTMAX_GRAD_FIELDS = ("rows", "columns")
 
 ABI = {
     "ops": OPS,
@@ -86,6 +91,9 @@ ABI = {
     "row": ROW_FIELDS,
     "stats": STATS_FIELDS,
     "product": PRODUCT_FIELDS,
+    "sum": SUM_FIELDS,
+    "softmax": SOFTMAX_FIELDS,
+    "softmax_grad": SOFTMAX_GRAD_FIELDS,
 }
 
 

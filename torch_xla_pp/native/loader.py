@@ -74,7 +74,8 @@ def _declare(loaded: ctypes.CDLL) -> None:
     text, pointer, f64 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_double
     for name, result, arguments in (
         ("register", i64, (pointer, text, i32, text, i64)),
-        ("use_blas", None, (pointer, pointer, i64)),
+        ("use_blas", None, (pointer, pointer)),
+        ("use_cores", None, (i64,)),
         ("start_recording", None, ()),
         ("stop_recording", i64, (ctypes.POINTER(i64), i64)),
         ("open", i64, (i32, i32, f64, text, text, text, i64)),

@@ -1,0 +1,251 @@
+// Ops of XLA programs that work along the rows of a matrix, as handlers of XLA's FFI:
+// for sums of rows and of columns XLA:CPU compiles two or three loops, for a softmax
+// nine.
+//
+// Matrices of floats are flat, in the order of rows. All loops are written so that
+// compilers use vectors without reordering what is added: sums have kLanes partial
+// sums.
+
+#include "rows.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "parts.h"
+#include "xla/ffi/api/ffi.h"
+
+// The best version for the processor is chosen when the library is loaded.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
+#define XPP_VECTORS __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define XPP_VECTORS
+#endif
+#define XPP_INLINE inline __attribute__((always_inline))
+
+namespace xla_pp {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int64_t kLanes = 16;
+// Rows that are added up by themselves. Their sums are added up with what each addition
+// has lost, so that errors do not grow with the number of blocks.
+//
+// Source: Kahan, Further remarks on reducing truncation errors, CACM 8(1), 1965.
+constexpr int64_t kBlock = 64;
+// Columns that are added up together: their sums stay in the nearest cache.
+constexpr int64_t kWidth = 1024;
+
+float Infinity() { return std::numeric_limits<float>::infinity(); }
+
+// Adds to a sum, and to what it has lost so far; one that is infinite loses nothing.
+XPP_INLINE void Add(float value, float& sum, float& lost) {
+  const float wanted = value - lost;
+  const float next = sum + wanted;
+  const float difference = next - sum - wanted;
+  lost = difference == difference ? difference : 0;
+  sum = next;
+}
+
+XPP_INLINE float SumOfLanes(const float* lanes) {
+  float result = 0;
+  for (int64_t i = 0; i < kLanes; ++i) result += lanes[i];
+  return result;
+}
+
+// The sum of term(i) for i < count; blocks of terms are added up by themselves.
+template <typename Term>
+XPP_INLINE float SumOf(int64_t count, Term term) {
+  float total = 0, lost = 0;
+  for (int64_t begin = 0; begin < count; begin += kLanes * kBlock) {
+    const int64_t end = std::min(count, begin + kLanes * kBlock);
+    float lanes[kLanes] = {};
+    int64_t at = begin;
+    for (; at + kLanes <= end; at += kLanes) {
+      for (int64_t i = 0; i < kLanes; ++i) lanes[i] += term(at + i);
+    }
+    float rest = 0;
+    for (; at < end; ++at) rest += term(at);
+    Add(SumOfLanes(lanes) + rest, total, lost);
+  }
+  return total;
+}
+
+// The largest of some values, unless these are NaN alone.
+XPP_INLINE float MaxOf(const float* values, int64_t count) {
+  typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
+  Lanes lanes = Lanes{} - Infinity();
+  int64_t at = 0;
+  for (; at + kLanes <= count; at += kLanes) {
+    Lanes next;
+    std::memcpy(&next, values + at, sizeof(next));
+    lanes = next > lanes ? next : lanes;
+  }
+  float result = -Infinity();
+  for (; at < count; ++at) result = values[at] > result ? values[at] : result;
+  for (int64_t i = 0; i < kLanes; ++i) result = lanes[i] > result ? lanes[i] : result;
+  return result;
+}
+
+// e^x for x of at most 0, within 2 units in the last place; 0 where it would be
+// denormal.
+//
+// x = n ln 2 + r, where |r| is at most ln 2 / 2, and e^r by its Taylor series. Adding
+// 1.5 * 2^23 rounds to an integer, which then is in the lowest bits.
+XPP_INLINE float Exp(float x) {
+  constexpr float kRound = 12582912.0f;
+  constexpr float kLowest = -87.33654f;
+  const float bounded = x < kLowest ? kLowest : x;
+  const float shifted = bounded * 1.44269504f + kRound;
+  const float n = shifted - kRound;
+  // ln 2 in two parts, of which the first has few digits.
+  const float r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
+  float series = 1.0f / 5040;
+  series = series * r + 1.0f / 720;
+  series = series * r + 1.0f / 120;
+  series = series * r + 1.0f / 24;
+  series = series * r + 1.0f / 6;
+  series = series * r + 0.5f;
+  series = series * r + 1.0f;
+  series = series * r + 1.0f;
+  int32_t bits;
+  std::memcpy(&bits, &shifted, sizeof(bits));
+  // The exponent of 2^n; the other bits of `shifted` leave at the top.
+  bits = static_cast<int32_t>((static_cast<uint32_t>(bits) + 127u) << 23);
+  float power;
+  std::memcpy(&power, &bits, sizeof(power));
+  return x < kLowest ? 0.0f : series * power;
+}
+
+XPP_VECTORS void SumRows(const float* values, int64_t columns, Range rows,
+                         float* result) {
+  for (int64_t row = rows.begin; row < rows.begin + rows.size; ++row) {
+    const float* from = values + row * columns;
+    result[row] = SumOf(columns, [from](int64_t i) { return from[i]; });
+  }
+}
+
+XPP_VECTORS void SumColumns(const float* values, int64_t rows, int64_t columns,
+                            Range range, float* result) {
+  const int64_t last = range.begin + range.size;
+  for (int64_t begin = range.begin; begin < last; begin += kWidth) {
+    const int64_t width = std::min(kWidth, last - begin);
+    float* out = result + begin;
+    float sums[kWidth], lost[kWidth];
+    std::fill(out, out + width, 0.0f);
+    std::fill(lost, lost + width, 0.0f);
+    for (int64_t first = 0; first < rows; first += kBlock) {
+      std::fill(sums, sums + width, 0.0f);
+      for (int64_t row = first; row < std::min(rows, first + kBlock); ++row) {
+        const float* from = values + row * columns + begin;
+        for (int64_t i = 0; i < width; ++i) sums[i] += from[i];
+      }
+      for (int64_t i = 0; i < width; ++i) Add(sums[i], out[i], lost[i]);
+    }
+  }
+}
+
+XPP_VECTORS void SoftmaxRows(const float* values, int64_t columns, bool is_safe,
+                             Range rows, float* result) {
+  for (int64_t row = rows.begin; row < rows.begin + rows.size; ++row) {
+    const float* from = values + row * columns;
+    float* out = result + row * columns;
+    const float most = MaxOf(from, columns);
+    // A row with NaN may have that maximum, too.
+    if (is_safe && most == -Infinity() &&
+        std::all_of(from, from + columns, [most](float x) { return x == most; })) {
+      std::fill(out, out + columns, 0.0f);
+      continue;
+    }
+    for (int64_t i = 0; i < columns; ++i) out[i] = Exp(from[i] - most);
+    const float factor = 1 / SumOf(columns, [out](int64_t i) { return out[i]; });
+    for (int64_t i = 0; i < columns; ++i) out[i] *= factor;
+  }
+}
+
+XPP_VECTORS void SoftmaxGradRows(const float* grads, const float* outputs,
+                                 int64_t columns, Range rows, float* result) {
+  for (int64_t row = rows.begin; row < rows.begin + rows.size; ++row) {
+    const float* grad = grads + row * columns;
+    const float* output = outputs + row * columns;
+    float* out = result + row * columns;
+    const float along =
+        SumOf(columns, [grad, output](int64_t i) { return grad[i] * output[i]; });
+    for (int64_t i = 0; i < columns; ++i) out[i] = output[i] * (grad[i] - along);
+  }
+}
+
+using Values = ffi::Buffer<ffi::F32>;
+using Result = ffi::ResultBuffer<ffi::F32>;
+
+ffi::Future Sum(ffi::ThreadPool pool, Values values, Result result, int64_t rows,
+                int64_t columns, int64_t is_of_columns) {
+  const float* from = values.typed_data();
+  float* out = result->typed_data();
+  const int64_t length = is_of_columns ? columns : rows;
+  return RunParts(pool, length, rows * columns, [=](Range range) {
+    if (is_of_columns) {
+      SumColumns(from, rows, columns, range, out);
+    } else {
+      SumRows(from, columns, range, out);
+    }
+  });
+}
+
+ffi::Future Softmax(ffi::ThreadPool pool, Values values, Result result, int64_t rows,
+                    int64_t columns, int64_t is_safe) {
+  const float* from = values.typed_data();
+  float* out = result->typed_data();
+  return RunParts(pool, rows, 8 * rows * columns, [=](Range range) {
+    SoftmaxRows(from, columns, is_safe != 0, range, out);
+  });
+}
+
+ffi::Future SoftmaxGrad(ffi::ThreadPool pool, Values grads, Values outputs,
+                        Result result, int64_t rows, int64_t columns) {
+  const float* grad = grads.typed_data();
+  const float* output = outputs.typed_data();
+  float* out = result->typed_data();
+  return RunParts(pool, rows, 2 * rows * columns, [=](Range range) {
+    SoftmaxGradRows(grad, output, columns, range, out);
+  });
+}
+
+XLA_FFI_DEFINE_HANDLER(kSum, Sum,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<Values>()
+                           .Ret<Values>()
+                           .Attr<int64_t>("rows")
+                           .Attr<int64_t>("columns")
+                           .Attr<int64_t>("is_of_columns"));
+
+XLA_FFI_DEFINE_HANDLER(kSoftmax, Softmax,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<Values>()
+                           .Ret<Values>()
+                           .Attr<int64_t>("rows")
+                           .Attr<int64_t>("columns")
+                           .Attr<int64_t>("is_safe"));
+
+XLA_FFI_DEFINE_HANDLER(kSoftmaxGrad, SoftmaxGrad,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<Values>()
+                           .Arg<Values>()
+                           .Ret<Values>()
+                           .Attr<int64_t>("rows")
+                           .Attr<int64_t>("columns"));
+
+}  // namespace
+
+XLA_FFI_Handler* SumHandler() { return kSum; }
+
+XLA_FFI_Handler* SoftmaxHandler() { return kSoftmax; }
+
+XLA_FFI_Handler* SoftmaxGradHandler() { return kSoftmaxGrad; }
+
+}  // namespace xla_pp
