@@ -12,15 +12,19 @@
 namespace xla_pp {
 
 // The ops that programs call.
-#define XPP_OPS(X)     \
-  X(kSend, send)       \
-  X(kReceive, receive) \
-  X(kBegin, begin)     \
-  X(kEnd, end)         \
-  X(kProduct, product) \
-  X(kSum, sum)         \
-  X(kSoftmax, softmax) \
-  X(kSoftmaxGrad, softmax_grad)
+#define XPP_OPS(X)                     \
+  X(kSend, send)                       \
+  X(kReceive, receive)                 \
+  X(kBegin, begin)                     \
+  X(kEnd, end)                         \
+  X(kProduct, product)                 \
+  X(kSum, sum)                         \
+  X(kSoftmax, softmax)                 \
+  X(kSoftmaxGrad, softmax_grad)        \
+  X(kNorm, norm)                       \
+  X(kNormGrad, norm_grad)              \
+  X(kNormFactorGrad, norm_factor_grad) \
+  X(kCopy, copy)
 
 // The words of a number of an operand.
 #define XPP_WORDS(X) X(low) X(high)
@@ -116,6 +120,30 @@ namespace xla_pp {
 // The attributes of its gradient.
 #define XPP_SOFTMAX_GRAD_FIELDS(X) X(rows) X(columns)
 
+// The attributes of a layer norm of rows, by a factor and a shift if it has them.
+// `epsilon` has the bits of a float.
+#define XPP_NORM_FIELDS(X) X(rows) X(columns) X(epsilon) X(has_factor) X(has_shift)
+
+// The attributes of the gradient of its input.
+#define XPP_NORM_GRAD_FIELDS(X) X(rows) X(columns) X(has_factor)
+
+// The attributes of the gradient of its factor.
+#define XPP_NORM_FACTOR_GRAD_FIELDS(X) X(rows) X(columns)
+
+// The attributes of a copy of a view of four dimensions. `factor` has the bits of a
+// float.
+#define XPP_COPY_FIELDS(X) \
+  X(offset)                \
+  X(factor)                \
+  X(size_0)                \
+  X(size_1)                \
+  X(size_2)                \
+  X(size_3)                \
+  X(stride_0)              \
+  X(stride_1)              \
+  X(stride_2)              \
+  X(stride_3)
+
 #define XPP_NUMBER(number, name) number,
 #define XPP_NAME(number, name) " " #name
 #define XPP_LETTER(letter) #letter
@@ -164,6 +192,10 @@ constexpr char kAbi[] =
     "product" XPP_PRODUCT_FIELDS(XPP_FIELD_NAME) "\n"
     "sum" XPP_SUM_FIELDS(XPP_FIELD_NAME) "\n"
     "softmax" XPP_SOFTMAX_FIELDS(XPP_FIELD_NAME) "\n"
-    "softmax_grad" XPP_SOFTMAX_GRAD_FIELDS(XPP_FIELD_NAME) "\n";
+    "softmax_grad" XPP_SOFTMAX_GRAD_FIELDS(XPP_FIELD_NAME) "\n"
+    "norm" XPP_NORM_FIELDS(XPP_FIELD_NAME) "\n"
+    "norm_grad" XPP_NORM_GRAD_FIELDS(XPP_FIELD_NAME) "\n"
+    "norm_factor_grad" XPP_NORM_FACTOR_GRAD_FIELDS(XPP_FIELD_NAME) "\n"
+    "copy" XPP_COPY_FIELDS(XPP_FIELD_NAME) "\n";
 
 }  // namespace xla_pp

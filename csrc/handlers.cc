@@ -26,6 +26,7 @@
 #include "products.h"
 #include "recorder.h"
 #include "rows.h"
+#include "views.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace xla_pp {
@@ -315,7 +316,11 @@ XLA_FFI_Handler* const kHandlers[] = {kSend,
                                       ProductHandler(),
                                       SumHandler(),
                                       SoftmaxHandler(),
-                                      SoftmaxGradHandler()};
+                                      SoftmaxGradHandler(),
+                                      NormHandler(),
+                                      NormGradHandler(),
+                                      NormFactorGradHandler(),
+                                      CopyHandler()};
 
 }  // namespace
 

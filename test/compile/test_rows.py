@@ -3,17 +3,16 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from compile.own_calls import check
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from torch_xla_pp import cpu, xla_compat
-from torch_xla_pp.compile import Function, Program, ProgramSpec, library_rules
+from torch_xla_pp.compile import library_rules
 from torch_xla_pp.compile.lowering import Lowering
 from torch_xla_pp.testing import Worlds
 
@@ -25,34 +24,6 @@ SHAPES = ((40,), (1, 33), (300, 7), (7, 300), (2, 5, 70), (70, 3, 5), (3, 40, 1,
 # vector.
 LENGTHS = (1, 3, 16, 33, 100, 2051)
 _safe_softmax = torch.ops.aten._safe_softmax.default
-
-
-def own_calls(module: Any, args: tuple[Tensor, ...]) -> int:
-    """Count the calls of ours, but for products, in a graph."""
-    device = [value.to(xla_compat.device()) for value in args]
-    outputs = Lowering(module, "test", library_rules()).run(*device)
-    text = xla_compat.hlo_text(list(outputs))
-    return text.count('"torch_xla_pp.') - text.count('"torch_xla_pp.product.')
-
-
-def check(
-    call: Callable[..., tuple[Tensor, ...]], *args: Tensor, num_calls: int
-) -> None:
-    """Run a function of host tensors as a program, and compare."""
-    module = make_fx(call)(*args)
-    names = tuple(f"x{i}" for i in range(len(args)))
-    want = call(*args)
-    outputs = tuple(f"out{i}" for i in range(len(want)))
-    function = Function(name="test", module=module, inputs=names, outputs=outputs)
-    program = Program(ProgramSpec(function=function, rules=library_rules()))
-    values = [value.to(xla_compat.device()) for value in args]
-    for _ in range(2):
-        got = program(dict(zip(names, values, strict=True)))
-        for name, value in zip(outputs, want, strict=True):
-            torch.testing.assert_close(
-                got[name].cpu(), value, rtol=2e-6, atol=1e-6, equal_nan=True
-            )
-    assert own_calls(module, args) == num_calls
 
 
 def is_of_rows_or_columns(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:

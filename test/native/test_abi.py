@@ -28,6 +28,10 @@ _LISTS = {
     "XPP_SUM_FIELDS": "sum",
     "XPP_SOFTMAX_FIELDS": "softmax",
     "XPP_SOFTMAX_GRAD_FIELDS": "softmax_grad",
+    "XPP_NORM_FIELDS": "norm",
+    "XPP_NORM_GRAD_FIELDS": "norm_grad",
+    "XPP_NORM_FACTOR_GRAD_FIELDS": "norm_factor_grad",
+    "XPP_COPY_FIELDS": "copy",
 }
 
 

@@ -5,9 +5,11 @@ from collections.abc import Iterable
 from torch_xla_pp import cpu, env
 from torch_xla_pp.compile.attention_kernel import AttentionKernel, calls_kernel
 from torch_xla_pp.compile.lowering import LoweringRule
+from torch_xla_pp.compile.norm_rules import run_norms
 from torch_xla_pp.compile.product_rules import Constraints, LibraryProducts
 from torch_xla_pp.compile.row_rules import run_on_rows
 from torch_xla_pp.compile.sharded_products import ShardedProducts
+from torch_xla_pp.compile.view_rules import copy_views
 from torch_xla_pp.mesh import LogicalAxes, Partition, is_on_mesh
 from torch_xla_pp.world import World
 
@@ -48,7 +50,8 @@ def library_rules() -> tuple[LoweringRule, ...]:
         return ()
     multiply = _library_product()
     products = () if multiply is None else (LibraryProducts(multiply=multiply),)
-    return (*((run_on_rows,) if cpu.has_rows() else ()), *products)
+    own = (run_norms, run_on_rows, copy_views) if cpu.has_rows() else ()
+    return (*own, *products)
 
 
 def _sharded_products(world: World) -> ShardedProducts | None:

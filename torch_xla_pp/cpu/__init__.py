@@ -5,7 +5,8 @@ For speed, and so that programs never deadlock:
 * XLA's client gets enough threads, and no XNNPACK (`before_client`)
 * malloc keeps what is freed (`heap`)
 * programs multiply matrices with a library (`products`, `blas`)
-* programs for one device call `csrc/` for sums and softmax (`rows`)
+* programs for one device call `csrc/` for sums, softmax and layer norm (`rows`), and
+  for copies of views (`views`)
 * programs for one device save values in the memory of earlier ones (`client`)
 
 None of it is done on other kinds of devices, and no variable or flag is set there.
@@ -27,12 +28,22 @@ from torch_xla_pp.cpu.products import (
     library_product,
     library_product_of_parts,
 )
-from torch_xla_pp.cpu.rows import has_rows, softmax, softmax_grad, total
+from torch_xla_pp.cpu.rows import (
+    has_rows,
+    norm,
+    norm_factor_grad,
+    norm_grad,
+    softmax,
+    softmax_grad,
+    total,
+)
+from torch_xla_pp.cpu.views import copied_view
 
 __all__ = [
     "PartProduct",
     "Product",
     "ProductSides",
+    "copied_view",
     "copying_large_values",
     "give_back_garbage",
     "has_rows",
@@ -40,6 +51,9 @@ __all__ = [
     "library_product",
     "library_product_of_parts",
     "most_small_bytes",
+    "norm",
+    "norm_factor_grad",
+    "norm_grad",
     "prepare_client",
     "softmax",
     "softmax_grad",

@@ -4,9 +4,15 @@ import ctypes
 import functools
 import logging
 import os
+import struct
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
 
 from torch_xla_pp import native, xla_compat
 
+_OPS = "torch_xla_pp."
 _logger = logging.getLogger(__name__)
 
 
@@ -25,3 +31,37 @@ def find_handlers() -> ctypes.CDLL | None:
     cores = len(os.sched_getaffinity(0)) // xla_compat.num_local_devices()
     found.xpp_use_cores(max(1, cores))
     return found
+
+
+def call_handler(
+    op: "native.Op",
+    values: Sequence[Tensor],
+    shapes: Sequence[Sequence[int]],
+    fields: Mapping[str, int],
+) -> list[Tensor]:
+    """Call one of the library's ops in a program for one device.
+
+    Args:
+        op: Which one; its operands and results are float32.
+        values: The operands.
+        shapes: Those of the results.
+        fields: Its attributes, which say the sizes of all operands.
+    """
+    sizes = [size for shape in shapes for size in shape]
+    target = ".".join([_OPS + op, *map(str, [*fields.values(), *sizes])])
+    native.register_target(target, op)
+    whole = xla_compat.replicated_sharding()
+    parts = [xla_compat.to_shards(value, whole) for value in values]
+    results = xla_compat.custom_call(
+        target, parts, shapes, [torch.float32] * len(shapes), fields
+    )
+    return [
+        xla_compat.from_shards(result, whole, list(shape), torch.float32)
+        for result, shape in zip(results, shapes, strict=True)
+    ]
+
+
+def bits_of(number: float) -> int:
+    """Return the bits of a number as float32, as attributes are whole numbers."""
+    bits: int = struct.unpack("<I", struct.pack("<f", number))[0]
+    return bits

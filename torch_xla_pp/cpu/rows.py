@@ -1,23 +1,19 @@
-"""Sums and softmax along the rows of matrices, in programs for one CPU device.
+"""Sums, softmax and layer norm of rows of matrices, in programs for one CPU device.
 
 XLA cuts a long sum into loops over 32 elements (its `tree_reduction_rewriter`), each of
-which is compiled on its own and cannot be joined with what is around; a softmax becomes
-nine loops. A loop takes XLA some 10 ms to compile, whatever it does, so half of the
-time that it took to compile a stage went into these. Here they are calls of `csrc/`,
-which are as accurate: what is added up one after another is short.
+which is compiled on its own and cannot be joined with what is around; a softmax or a
+layer norm becomes nine loops. A loop takes XLA some 10 ms to compile, whatever it does,
+so most of the time that it took to compile a stage went into these. Here they are calls
+of `csrc/`, which are as accurate: what is added up one after another is short.
 """
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from torch_xla_pp import env, native, xla_compat
-from torch_xla_pp.cpu.handlers import find_handlers
-
-_OPS = "torch_xla_pp."
+from torch_xla_pp import env, xla_compat
+from torch_xla_pp.cpu.handlers import bits_of, call_handler, find_handlers
 
 
 @functools.cache
@@ -44,7 +40,7 @@ def total(value: Tensor, count: int, *, is_of_columns: bool) -> Tensor:
     others = value.numel() // count
     rows, columns = (count, others) if is_of_columns else (others, count)
     fields = {"rows": rows, "columns": columns, "is_of_columns": int(is_of_columns)}
-    return _call("sum", [value], [others], fields)
+    return call_handler("sum", [value], [[others]], fields)[0]
 
 
 def softmax(value: Tensor, *, is_safe: bool) -> Tensor:
@@ -55,30 +51,74 @@ def softmax(value: Tensor, *, is_safe: bool) -> Tensor:
         is_safe: Whether a row of minus infinity alone gives zeros; else it gives NaN.
     """
     fields = {**_rows_of(value), "is_safe": int(is_safe)}
-    return _call("softmax", [value], value.shape, fields)
+    return call_handler("softmax", [value], [value.shape], fields)[0]
 
 
 def softmax_grad(grad: Tensor, output: Tensor) -> Tensor:
     """Return the gradient of the input of a softmax, from that of its output."""
-    return _call("softmax_grad", [grad, output], grad.shape, _rows_of(grad))
+    return call_handler("softmax_grad", [grad, output], [grad.shape], _rows_of(grad))[0]
+
+
+def norm(
+    value: Tensor,
+    count: int,
+    epsilon: float,
+    factor: Tensor | None,
+    shift: Tensor | None,
+) -> list[Tensor]:
+    """Return the layer norm of a float32 value along its last dimensions.
+
+    Args:
+        value: The value, not empty.
+        count: How many elements these dimensions have.
+        epsilon: What is added to variances.
+        factor: What each place is multiplied with, of `count` elements.
+        shift: What is added to it then.
+
+    Returns:
+        The layer norm, and of each row its mean and one by its standard deviation.
+    """
+    rows = value.numel() // count
+    fields = {
+        "rows": rows,
+        "columns": count,
+        "epsilon": bits_of(epsilon),
+        "has_factor": int(factor is not None),
+        "has_shift": int(shift is not None),
+    }
+    given = [x for x in (value, factor, shift) if x is not None]
+    return call_handler("norm", given, [value.shape, [rows], [rows]], fields)
+
+
+def norm_grad(
+    grad: Tensor, value: Tensor, mean: Tensor, scale: Tensor, factor: Tensor | None
+) -> Tensor:
+    """Return the gradient of the input of a layer norm.
+
+    Args:
+        grad: That of the layer norm.
+        value: The input.
+        mean: Of each row its mean.
+        scale: One by its standard deviation.
+        factor: As in `norm`.
+    """
+    fields = _norm_fields(value, mean) | {"has_factor": int(factor is not None)}
+    given = [x for x in (grad, value, mean, scale, factor) if x is not None]
+    return call_handler("norm_grad", given, [value.shape], fields)[0]
+
+
+def norm_factor_grad(
+    grad: Tensor, value: Tensor, mean: Tensor, scale: Tensor
+) -> Tensor:
+    """Return the gradient of the factor of a layer norm, of one dimension."""
+    fields = _norm_fields(value, mean)
+    given = [grad, value, mean, scale]
+    return call_handler("norm_factor_grad", given, [[fields["columns"]]], fields)[0]
+
+
+def _norm_fields(value: Tensor, mean: Tensor) -> dict[str, int]:
+    return {"rows": mean.numel(), "columns": value.numel() // mean.numel()}
 
 
 def _rows_of(value: Tensor) -> dict[str, int]:
     return {"rows": math.prod(value.shape[:-1]), "columns": value.shape[-1]}
-
-
-def _call(
-    op: "native.Op",
-    values: Sequence[Tensor],
-    shape: Sequence[int],
-    fields: Mapping[str, int],
-) -> Tensor:
-    numbers = map(str, [*fields.values(), *shape])
-    target = ".".join([_OPS + op, *numbers])
-    native.register_target(target, op)
-    whole = xla_compat.replicated_sharding()
-    parts = [xla_compat.to_shards(value, whole) for value in values]
-    (result,) = xla_compat.custom_call(
-        target, parts, [list(shape)], [torch.float32], fields
-    )
-    return xla_compat.from_shards(result, whole, list(shape), torch.float32)

@@ -12,7 +12,18 @@ from typing import Literal, get_args
 from torch_xla_pp.schedule import KINDS
 
 Op = Literal[
-    "send", "receive", "begin", "end", "product", "sum", "softmax", "softmax_grad"
+    "send",
+    "receive",
+    "begin",
+    "end",
+    "product",
+    "sum",
+    "softmax",
+    "softmax_grad",
+    "norm",
+    "norm_grad",
+    "norm_factor_grad",
+    "copy",
 ]
 Direction = Literal["F", "B", "S"]
 """What a message carries: "F" values, "B" their gradients, "S" gradients to be summed
@@ -77,6 +88,21 @@ PRODUCT_FIELDS = (
 SUM_FIELDS = ("rows", "columns", "is_of_columns")
 SOFTMAX_FIELDS = ("rows", "columns", "is_safe")
 SOFTMAX_GRAD_FIELDS = ("rows", "columns")
+NORM_FIELDS = ("rows", "columns", "epsilon", "has_factor", "has_shift")
+NORM_GRAD_FIELDS = ("rows", "columns", "has_factor")
+NORM_FACTOR_GRAD_FIELDS = ("rows", "columns")
+COPY_FIELDS = (
+    "offset",
+    "factor",
+    "size_0",
+    "size_1",
+    "size_2",
+    "size_3",
+    "stride_0",
+    "stride_1",
+    "stride_2",
+    "stride_3",
+)
 
 ABI = {
     "ops": OPS,
@@ -94,6 +120,10 @@ ABI = {
     "sum": SUM_FIELDS,
     "softmax": SOFTMAX_FIELDS,
     "softmax_grad": SOFTMAX_GRAD_FIELDS,
+    "norm": NORM_FIELDS,
+    "norm_grad": NORM_GRAD_FIELDS,
+    "norm_factor_grad": NORM_FACTOR_GRAD_FIELDS,
+    "copy": COPY_FIELDS,
 }
 
 
