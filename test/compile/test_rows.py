@@ -168,7 +168,7 @@ def test_large_values_are_shared_by_threads(worlds: Worlds) -> None:
 
 def are_used() -> bool:
     xla_compat.enable_spmd()
-    return cpu.has_rows() and bool(library_rules())
+    return cpu.has_own_ops() and bool(library_rules())
 
 
 def test_ranks_of_several_devices_leave_them_to_xla(worlds: Worlds) -> None:

@@ -50,7 +50,7 @@ def library_rules() -> tuple[LoweringRule, ...]:
         return ()
     multiply = _library_product()
     products = () if multiply is None else (LibraryProducts(multiply=multiply),)
-    own = (run_norms, run_on_rows, copy_views) if cpu.has_rows() else ()
+    own = (run_norms, run_on_rows, copy_views) if cpu.has_own_ops() else ()
     return (*own, *products)
 
 

@@ -21,6 +21,7 @@ from torch_xla_pp.cpu.client import (
     most_small_bytes,
     starting,
 )
+from torch_xla_pp.cpu.handlers import has_own_ops
 from torch_xla_pp.cpu.products import (
     PartProduct,
     Product,
@@ -29,7 +30,6 @@ from torch_xla_pp.cpu.products import (
     library_product_of_parts,
 )
 from torch_xla_pp.cpu.rows import (
-    has_rows,
     norm,
     norm_factor_grad,
     norm_grad,
@@ -46,7 +46,7 @@ __all__ = [
     "copied_view",
     "copying_large_values",
     "give_back_garbage",
-    "has_rows",
+    "has_own_ops",
     "is_recycling",
     "library_product",
     "library_product_of_parts",

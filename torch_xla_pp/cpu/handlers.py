@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from torch_xla_pp import native, xla_compat
+from torch_xla_pp import env, native, xla_compat
 
 _OPS = "torch_xla_pp."
 _logger = logging.getLogger(__name__)
@@ -31,6 +31,16 @@ def find_handlers() -> ctypes.CDLL | None:
     cores = len(os.sched_getaffinity(0)) // xla_compat.num_local_devices()
     found.xpp_use_cores(max(1, cores))
     return found
+
+
+@functools.cache
+def has_own_ops() -> bool:
+    """Return whether programs call these ops; kept from the first call on.
+
+    They do on one CPU device: XLA cannot split a call over several.
+    """
+    is_one = env.device_kind() == "CPU" and xla_compat.num_local_devices() == 1
+    return is_one and find_handlers() is not None
 
 
 def call_handler(

@@ -7,23 +7,11 @@ so most of the time that it took to compile a stage went into these. Here they a
 of `csrc/`, which are as accurate: what is added up one after another is short.
 """
 
-import functools
 import math
 
 from torch import Tensor
 
-from torch_xla_pp import env, xla_compat
-from torch_xla_pp.cpu.handlers import bits_of, call_handler, find_handlers
-
-
-@functools.cache
-def has_rows() -> bool:
-    """Return whether programs call these ops; kept from the first call on.
-
-    They do on one CPU device: XLA cannot split a call over several.
-    """
-    is_one = env.device_kind() == "CPU" and xla_compat.num_local_devices() == 1
-    return is_one and find_handlers() is not None
+from torch_xla_pp.cpu.handlers import bits_of, call_handler
 
 
 def total(value: Tensor, count: int, *, is_of_columns: bool) -> Tensor:
