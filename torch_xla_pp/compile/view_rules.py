@@ -14,6 +14,8 @@ from torch_xla_pp.compile.ops import VIEWS
 from torch_xla_pp.cpu import copied_view
 
 _aten = torch.ops.aten
+# Of a value of which a copy shows less, XLA may compute that part alone.
+_LEAST_SHARE = 0.25
 
 
 def copy_views(
@@ -32,6 +34,8 @@ def copy_views(
         return None
     view = _view(base, steps[::-1])
     if view is None or view.is_contiguous():
+        return None
+    if view.numel() < _LEAST_SHARE * base.numel():
         return None
     return copied_view(base, view, factor)
 
