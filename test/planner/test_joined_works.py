@@ -77,9 +77,12 @@ def test_stages_of_joined_works_save_what_those_of_all_works_do(
         )
         for works in (graph, joined)
     ]
-    assert found[0].predicted.stages[0].saved_bytes == pytest.approx(
-        found[1].predicted.stages[0].saved_bytes, abs=1
-    )
+    own, of_joined = (plan.predicted.stages[0].saved_bytes for plan in found)
+    # Where only views of a value are kept, joined works count the whole value.
+    if any(value.view_of for value in graph.values):
+        assert own <= of_joined + 1
+    else:
+        assert own == pytest.approx(of_joined, abs=1)
 
 
 def test_a_value_within_joined_works_is_kept_as_their_own() -> None:
