@@ -99,6 +99,14 @@ def other_norms() -> None:
     check(lambda x: (layer_norm(x.double(), (48,)),), x, num_calls=0)
     check(lambda x: (layer_norm(x[:0], (48,)),), x, num_calls=0)
 
+    def doubled(x: Tensor, alpha: float) -> tuple[Tensor, ...]:
+        mean = x.mean(-1, keepdim=True)
+        centred = torch.sub(x, mean, alpha=alpha)
+        scale = torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return (centred * scale,)
+
+    check(functools.partial(doubled, alpha=2.0), x, num_calls=2)
+
     def along_another(x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
         mean = x.mean(0, keepdim=True)
         scale = torch.rsqrt((x - mean).pow(2).mean(0, keepdim=True) + 1e-5)

@@ -67,7 +67,7 @@ def _scales(mean: fx.Node) -> Iterator[tuple[fx.Node, float]]:
             for variance in _users(square, _MEAN, square, *mean.args[1:]):
                 for safe in _users(variance, _ADD, variance, None):
                     epsilon = safe.args[1]
-                    if isinstance(epsilon, float) and not safe.kwargs:
+                    if isinstance(epsilon, float):
                         for scale in _users(safe, _aten.rsqrt.default, safe):
                             yield scale, epsilon
 
@@ -84,7 +84,7 @@ def _next(
     """Return what is next, and what a value is multiplied with or added to for it."""
     for user in _users(node, target, node, None):
         other: Any = user.args[1]
-        is_there = isinstance(other, fx.Node) and other in values and not user.kwargs
+        is_there = isinstance(other, fx.Node) and other in values
         if is_there and _is_plain(values[other]) and values[other].shape == shape:
             return user, other
     return node, None
@@ -149,7 +149,7 @@ def _input_grad(node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor | None:
     if parts is not None and all(isinstance(part, fx.Node) for part in parts):
         grad, factor = (values[part] for part in parts)
         shape = x.shape[x.dim() - factor.dim() :] if factor.dim() else None
-        is_factor = _is_plain(factor) and factor.shape == shape
+        is_factor = _is_plain(grad) and _is_plain(factor) and factor.shape == shape
         count = x.numel() // mean.numel()
         if is_factor and factor.numel() == count and grad.shape == x.shape:
             return norm_grad(grad, x, mean, scale, factor)
@@ -215,13 +215,17 @@ def _operands(node: Any, target: Any) -> tuple[Any, Any] | None:
 
 
 def _users(node: fx.Node, target: Any, *args: Any) -> Iterator[fx.Node]:
-    """Yield the operations on a node with these operands; None stands for any."""
+    """Yield the operations on a node with just these operands; None stands for any."""
     for user in node.users:
         is_alike = user.target is target and len(user.args) == len(args)
-        if is_alike and all(
-            want is None
-            or want is got
-            or (not isinstance(want, fx.Node) and want == got)
-            for want, got in zip(args, user.args, strict=True)
+        if (
+            is_alike
+            and not user.kwargs
+            and all(
+                want is None
+                or want is got
+                or (not isinstance(want, fx.Node) and want == got)
+                for want, got in zip(args, user.args, strict=True)
+            )
         ):
             yield user
