@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from torch_xla_pp.cpu import norm, norm_factor_grad, norm_grad
+from torch_xla_pp.compile.ops import wrapped
+from torch_xla_pp.cpu import fits_own_ops, norm, norm_factor_grad, norm_grad
 
 _aten = torch.ops.aten
 _ADD, _SUB = _aten.add.Tensor, _aten.sub.Tensor
@@ -41,7 +42,7 @@ def _norm(
 ) -> Tensor | None:
     """Run the layer norm that a mean is the first operation of; note its results."""
     x: Any = node.args[0]
-    if not _is_plain(values[x]) or not _keeps_last(node, values[x]):
+    if not fits_own_ops(values[x]) or not _keeps_last(node, values[x]):
         return None
     found = next(_scales(node), None)
     if found is None:
@@ -85,7 +86,7 @@ def _next(
     for user in _users(node, target, node, None):
         other: Any = user.args[1]
         is_there = isinstance(other, fx.Node) and other in values
-        if is_there and _is_plain(values[other]) and values[other].shape == shape:
+        if is_there and fits_own_ops(values[other]) and values[other].shape == shape:
             return user, other
     return node, None
 
@@ -109,7 +110,7 @@ def _normal_of(node: Any, values: Mapping[fx.Node, Any]) -> _Normal | None:
         return None
     x, mean, scale = (values[part] for part in found)
     is_by_row = mean.shape == scale.shape and _is_of_rows(mean.shape, x.shape)
-    return found if is_by_row and all(map(_is_plain, (x, mean, scale))) else None
+    return found if is_by_row and all(map(fits_own_ops, (x, mean, scale))) else None
 
 
 def _is_of_rows(shape: torch.Size, whole: torch.Size) -> bool:
@@ -143,13 +144,15 @@ def _input_grad(node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor | None:
         return None
     if not _is_mean(along[1], along[1].args[0], found, values):
         return None
-    if not _is_plain(values[scaled]) or values[scaled].shape != x.shape:
+    if not fits_own_ops(values[scaled]) or values[scaled].shape != x.shape:
         return None
     parts = _operands(scaled, _MUL)
     if parts is not None and all(isinstance(part, fx.Node) for part in parts):
         grad, factor = (values[part] for part in parts)
         shape = x.shape[x.dim() - factor.dim() :] if factor.dim() else None
-        is_factor = _is_plain(grad) and _is_plain(factor) and factor.shape == shape
+        is_factor = (
+            fits_own_ops(grad) and fits_own_ops(factor) and factor.shape == shape
+        )
         count = x.numel() // mean.numel()
         if is_factor and factor.numel() == count and grad.shape == x.shape:
             return norm_grad(grad, x, mean, scale, factor)
@@ -166,9 +169,9 @@ def _factor_grad(node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor | None:
     grad, x = product[0], values[found.x]
     if not isinstance(grad, fx.Node) or values[grad].shape != x.shape:
         return None
-    rows = [dim % x.dim() for dim in args[1]]
+    rows = wrapped(args[1], x.dim())
     count = len(rows)
-    if sorted(rows) != list(range(count)) or not _is_plain(values[grad]):
+    if sorted(rows) != list(range(count)) or not fits_own_ops(values[grad]):
         return None
     if values[found.mean].numel() != math.prod(x.shape[:count]):
         return None
@@ -192,18 +195,13 @@ def _keeps_last(node: fx.Node, value: Tensor) -> bool:
     if len(args) < 3 or not args[2] or node.kwargs:
         return False
     count = value.dim()
-    dims = sorted(dim % count for dim in args[1])
+    dims = sorted(wrapped(args[1], count))
     return bool(dims) and dims == list(range(count - len(dims), count))
 
 
 def _num_rows_dims(node: fx.Node, value: Tensor) -> int:
     dims: Any = node.args[1]
     return value.dim() - len(dims)
-
-
-def _is_plain(value: Any) -> bool:
-    is_float = isinstance(value, Tensor) and value.dtype == torch.float32
-    return is_float and value.numel() > 0
 
 
 def _operands(node: Any, target: Any) -> tuple[Any, Any] | None:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_xla_pp.cpu import softmax, softmax_grad, total
+from torch_xla_pp.compile.ops import wrapped
+from torch_xla_pp.cpu import fits_own_ops, softmax, softmax_grad, total
 
 _aten = torch.ops.aten
 # XLA makes one loop of shorter sums, which it joins with what is around.
@@ -45,16 +46,16 @@ def run_on_rows(
 
 def _sums(value: Tensor, dims: Any, keepdim: bool = False) -> Tensor | None:
     """Add up a value, None if XLA does that as well or these are no rows or columns."""
-    if value.dtype != torch.float32 or not value.numel():
+    if not fits_own_ops(value) or not value.dim():
         return None
     shape = tuple(value.shape)
     summed = _places(value, dims)
     if max((shape[dim] for dim in summed), default=0) <= _MOST_OF_XLA:
         return None
-    is_long = [dim in summed for dim, size in enumerate(shape) if size > 1]
-    if is_long == sorted(is_long):
+    is_summed = [dim in summed for dim, size in enumerate(shape) if size > 1]
+    if is_summed == sorted(is_summed):
         is_of_columns = False
-    elif is_long == sorted(is_long, reverse=True):
+    elif is_summed == sorted(is_summed, reverse=True):
         is_of_columns = True
     else:
         return None
@@ -69,7 +70,7 @@ def _sums(value: Tensor, dims: Any, keepdim: bool = False) -> Tensor | None:
 
 def _places(value: Tensor, dims: Any) -> set[int]:
     """Return the dimensions that are added up; none stated are all."""
-    return {dim % value.dim() for dim in dims or range(value.dim())}
+    return set(wrapped(dims or range(value.dim()), value.dim()))
 
 
 def _count(value: Tensor, dims: Any) -> int:
@@ -79,4 +80,4 @@ def _count(value: Tensor, dims: Any) -> int:
 
 def _is_along_rows(value: Tensor, dim: int) -> bool:
     is_last = value.dim() > 0 and dim in (-1, value.dim() - 1)
-    return is_last and value.dtype == torch.float32 and value.numel() > 0
+    return is_last and fits_own_ops(value)

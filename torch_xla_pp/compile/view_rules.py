@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_xla_pp.compile.ops import VIEWS
-from torch_xla_pp.cpu import copied_view
+from torch_xla_pp.cpu import copied_view, fits_own_ops
 
 _aten = torch.ops.aten
 # Of a value of which a copy shows less, XLA may compute that part alone.
@@ -30,7 +30,7 @@ def copy_views(
         factor *= _factor(steps[-1]) or 1.0
         steps.append(source)
     base = values[steps.pop()]
-    if not isinstance(base, Tensor) or base.dtype != torch.float32 or not base.numel():
+    if not fits_own_ops(base):
         return None
     view = _view(base, steps[::-1])
     if view is None or view.is_contiguous():

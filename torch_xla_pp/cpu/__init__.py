@@ -21,7 +21,7 @@ from torch_xla_pp.cpu.client import (
     most_small_bytes,
     starting,
 )
-from torch_xla_pp.cpu.handlers import has_own_ops
+from torch_xla_pp.cpu.handlers import fits_own_ops, has_own_ops
 from torch_xla_pp.cpu.products import (
     PartProduct,
     Product,
@@ -45,6 +45,7 @@ __all__ = [
     "ProductSides",
     "copied_view",
     "copying_large_values",
+    "fits_own_ops",
     "give_back_garbage",
     "has_own_ops",
     "is_recycling",

@@ -43,6 +43,13 @@ def has_own_ops() -> bool:
     return is_one and find_handlers() is not None
 
 
+def fits_own_ops(value: object) -> bool:
+    """Return whether a value may be an operand of these ops: float32, and not empty."""
+    if not isinstance(value, Tensor):
+        return False
+    return value.dtype == torch.float32 and value.numel() > 0
+
+
 def call_handler(
     op: "native.Op",
     values: Sequence[Tensor],
@@ -57,18 +64,36 @@ def call_handler(
         shapes: Those of the results.
         fields: Its attributes, which say the sizes of all operands.
     """
-    sizes = [size for shape in shapes for size in shape]
-    target = ".".join([_OPS + op, *map(str, [*fields.values(), *sizes])])
-    native.register_target(target, op)
     whole = xla_compat.replicated_sharding()
     parts = [xla_compat.to_shards(value, whole) for value in values]
-    results = xla_compat.custom_call(
-        target, parts, shapes, [torch.float32] * len(shapes), fields
-    )
+    sizes = [size for shape in shapes for size in shape]
+    results = call_on_parts(op, parts, shapes, fields, sizes)
     return [
         xla_compat.from_shards(result, whole, list(shape), torch.float32)
         for result, shape in zip(results, shapes, strict=True)
     ]
+
+
+def call_on_parts(
+    op: "native.Op",
+    parts: Sequence[Tensor],
+    shapes: Sequence[Sequence[int]],
+    fields: Mapping[str, int],
+    others: Sequence[int | str] = (),
+) -> list[Tensor]:
+    """Call an op on one device's parts of values, within `to_shards`.
+
+    Args:
+        op: As in `call_handler`, as are its fields.
+        parts: The operands.
+        shapes: Those of the results.
+        fields: Its attributes.
+        others: What tells calls apart whose whole results differ, but not the fields.
+    """
+    target = ".".join([_OPS + op, *map(str, [*fields.values(), *others])])
+    native.register_target(target, op)
+    dtypes = [torch.float32] * len(shapes)
+    return xla_compat.custom_call(target, parts, shapes, dtypes, fields)
 
 
 def bits_of(number: float) -> int:

@@ -19,10 +19,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from torch_xla_pp import env, native, xla_compat
+from torch_xla_pp import env, xla_compat
 from torch_xla_pp.cpu.blas import find_blas
-from torch_xla_pp.cpu.handlers import find_handlers
-from torch_xla_pp.hlo import OWN_PRODUCT
+from torch_xla_pp.cpu.handlers import call_on_parts, find_handlers
 
 Product: TypeAlias = Callable[[Tensor, Tensor, bool, bool], Tensor | None]
 """A product of two matrices, given as they are stored and whether each is transposed.
@@ -112,9 +111,9 @@ def multiply(
     if not _is_taken(left, right, sides):
         return None
     whole = xla_compat.replicated_sharding()
-    first, second = (xla_compat.to_shards(factor, whole) for factor in (left, right))
+    factors = [xla_compat.to_shards(factor, whole) for factor in (left, right)]
     shape = (*batch, sides.rows, sides.columns)
-    result = _call(first, second, sides, shape)
+    (result,) = call_on_parts("product", factors, [shape], _fields(sides))
     return xla_compat.from_shards(result, whole, shape, torch.float32)
 
 
@@ -124,7 +123,8 @@ def multiply_parts(
     """Multiply one device's parts of factors, see `PartProduct`."""
     if not _is_taken(left, right, sides):
         return None
-    return _call(left, right, sides, shape, whole)
+    others = [whole] if whole else []
+    return call_on_parts("product", [left, right], [shape], _fields(sides), others)[0]
 
 
 def _is_taken(left: Tensor, right: Tensor, sides: ProductSides) -> bool:
@@ -133,18 +133,5 @@ def _is_taken(left: Tensor, right: Tensor, sides: ProductSides) -> bool:
     return is_float and all(0 < side <= _MAX_SIDE for side in counts)
 
 
-def _call(
-    left: Tensor,
-    right: Tensor,
-    sides: ProductSides,
-    shape: Sequence[int],
-    whole: str = "",
-) -> Tensor:
-    fields = {name: int(value) for name, value in sides._asdict().items()}
-    names = [OWN_PRODUCT, *map(str, fields.values()), *([whole] if whole else [])]
-    target = ".".join(names)
-    native.register_target(target, "product")
-    (result,) = xla_compat.custom_call(
-        target, [left, right], [shape], [torch.float32], fields
-    )
-    return result
+def _fields(sides: ProductSides) -> dict[str, int]:
+    return {name: int(value) for name, value in sides._asdict().items()}

@@ -1,7 +1,7 @@
 """Readers of XLA's own texts: shardings, collectives, products."""
 
 from torch_xla_pp.hlo.collectives import Collective, axes_of_groups, collectives_of
-from torch_xla_pp.hlo.product_flops import OWN_PRODUCT, product_flops
+from torch_xla_pp.hlo.product_flops import product_flops
 from torch_xla_pp.hlo.sharding import (
     REPLICATED,
     OpShardingArgs,
@@ -11,7 +11,6 @@ from torch_xla_pp.hlo.sharding import (
 
 __all__ = [
     "Collective",
-    "OWN_PRODUCT",
     "OpShardingArgs",
     "REPLICATED",
     "axes_of_groups",

@@ -3,15 +3,9 @@
 import math
 import re
 
-OWN_PRODUCT = "torch_xla_pp.product"
-"""Prefix of the name of a call that multiplies two matrices, or a batch of such pairs.
-
-The number of products, their rows, depth and columns, and the storage of the matrices
-follow, each after a full stop.
-"""
-
+# A call that multiplies two matrices, or a batch of such pairs (`cpu/products.py`).
 _OWN = re.compile(
-    rf'custom_call_target="{re.escape(OWN_PRODUCT)}'
+    r'custom_call_target="torch_xla_pp\.product'
     r"\.(?P<batch>\d+)\.(?P<rows>\d+)\.(?P<depth>\d+)\.(?P<columns>\d+)\."
 )
 _RESULT = re.compile(r"%(?P<name>[\w.-]+) = \w+\[(?P<sizes>[\d,]*)\]")
