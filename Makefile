@@ -18,7 +18,7 @@ help:
 	@echo "make lint    check format and style      make types   check types"
 	@echo "make docs    build build/docs/index.html    make pages   write what their code prints"
 	@echo "make wheel   build a wheel into build/wheel, install it afresh without a compiler, and use it"
-	@echo "make sanitize  run the C++ matching code under sanitizers"
+	@echo "make sanitize  run C++ code with threads under sanitizers"
 	@echo "make stress  run in loops what must not die (ARGS='--cases eval')"
 	@echo "make faults  end ranks in all ways, and see what the others hear"
 	@echo "make format  format the code             make clean   remove what was built"
@@ -82,14 +82,20 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CSRC)
 
-# The matching of messages under the thread and the address sanitizer.
-sanitize: build/engine_test.thread build/engine_test.address
-	build/engine_test.thread
-	build/engine_test.address
+# The matching of messages, and large blocks, under the thread and the address sanitizer.
+SANITIZED := $(foreach test,engine_test blocks_test,build/$(test).thread build/$(test).address)
+sanitize: $(SANITIZED)
+	$(foreach test,$(SANITIZED),$(test) &&) true
+
+SANITIZE = $(CXX) -std=c++17 -g -O1 -Wall -Wextra -fsanitize=$* -fno-omit-frame-pointer -o $@ $(filter %.cc,$^) -lpthread
 
 build/engine_test.%: csrc/test/engine_test.cc $(MATCHING) $(wildcard csrc/*.h)
 	@mkdir -p build
-	$(CXX) -std=c++17 -g -O1 -Wall -Wextra -fsanitize=$* -fno-omit-frame-pointer -o $@ $(filter %.cc,$^) -lpthread
+	$(SANITIZE)
+
+build/blocks_test.%: csrc/test/blocks_test.cc csrc/blocks.cc csrc/blocks.h
+	@mkdir -p build
+	$(SANITIZE)
 
 clean:
 	rm -rf build torch_xla_pp/*.so *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

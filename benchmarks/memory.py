@@ -77,7 +77,10 @@ def _held(side: sides.Side) -> dict[str, Any]:
 
 def _give_back() -> None:
     """Give all memory that is free in this process back to the system."""
+    from torch_xla_pp import cpu
+
     gc.collect()
+    cpu.begin_step(has_compiled=True)
     ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
 

@@ -7,11 +7,13 @@
 #include <string>
 
 #include "abi.h"
+#include "blocks.h"
 #include "engines.h"
 #include "handlers.h"
 #include "parts.h"
 #include "products.h"
 #include "recorder.h"
+#include "redirect.h"
 #include "ucx_link.h"
 
 namespace xla_pp {
@@ -49,6 +51,23 @@ void xpp_use_blas(void* multiply, void* set_threads) {
 }
 
 void xpp_use_cores(int64_t count) { SetMaxParts(count); }
+
+// Lets the library at this address use blocks of large values again, of the least to
+// the most size. Returns whether it calls what gives and takes them.
+int32_t xpp_keep_blocks(uint64_t base, int64_t least, int64_t most) {
+  const auto address = [](auto* function) { return reinterpret_cast<void*>(function); };
+  const size_t count = RedirectCalls(base, {{"free", address(&Free)},
+                                            {"aligned_alloc", address(&AlignedAlloc)},
+                                            {"posix_memalign", address(&TakeAligned)}});
+  if (count) KeepBlocks(static_cast<size_t>(least), static_cast<size_t>(most));
+  return count > 0;
+}
+
+void xpp_begin_step_of_blocks() { BeginStepOfBlocks(); }
+
+void xpp_drop_blocks() { DropBlocks(); }
+
+int64_t xpp_waiting_bytes() { return WaitingBytes(); }
 
 void xpp_start_recording() { TheRecorder().Start(); }
 

@@ -351,6 +351,23 @@ def graph_parameters(outputs: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
     return list(ids), list(values)
 
 
+class ExtraBytes(NamedTuple):
+    """What a run of a program takes on a device beside its arguments, to about a KiB.
+
+    Attributes:
+        results: Bytes of results that do not reuse arguments.
+        temporary: Bytes of temporary values.
+    """
+
+    results: int = 0
+    temporary: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Return all of them."""
+        return self.results + self.temporary
+
+
 class CompiledGraph(NamedTuple):
     """A compiled graph, with its text and memory as far as they are known.
 
@@ -359,14 +376,13 @@ class CompiledGraph(NamedTuple):
         hlo: Its HLO after partitioning and optimization. torch_xla does not expose that
             text; it is known only where XLA dumps it (`--xla_dump_to` and
             `--xla_dump_hlo_as_text` in `XLA_FLAGS` from the start), and None elsewhere.
-        extra_bytes: Bytes of a run on a device beside its arguments, to about a KiB:
-            temporaries, and results that do not reuse arguments. None if torch_xla does
+        extra: What a run takes on a device beside its arguments; zero if torch_xla does
             not write its analyses to a file.
     """
 
     hash: GraphHash
     hlo: str | None
-    extra_bytes: int | None
+    extra: ExtraBytes
 
 
 def compile_graph(outputs: Sequence[Tensor]) -> CompiledGraph:
@@ -377,7 +393,7 @@ def compile_graph(outputs: Sequence[Tensor]) -> CompiledGraph:
     new = sorted(_dumped() - before)
     if new:
         _texts()[graph_hash] = new[-1].read_text()
-    return CompiledGraph(graph_hash, _texts().get(graph_hash), _extra_bytes(graph_hash))
+    return CompiledGraph(graph_hash, _texts().get(graph_hash), _extra_of(graph_hash))
 
 
 def is_mistaken(outputs: Sequence[Tensor]) -> bool:
@@ -408,23 +424,24 @@ def _texts() -> dict[GraphHash, str]:
     return {}
 
 
-def _extra_bytes(graph_hash: GraphHash) -> int | None:
+def _extra_of(graph_hash: GraphHash) -> ExtraBytes:
     """Return the bytes of a graph beside its arguments, by torch_xla's analyses."""
     path = env.analyses()
     try:
         text = "" if path is None else path.read_text()
     except OSError as error:
         _logger.debug("%s is not readable: %s", path, error)
-        return None
+        return ExtraBytes()
     # A number without leading zeros.
     number = graph_hash[::-1].hex().lstrip("0")
     _, is_there, rest = text.rpartition(f"Graph Hash: {number}\n")
     own, _, _ = rest.partition("Graph Hash: ")
     sizes = {m["what"]: float(m["size"]) for m in _SIZE.finditer(own)}
     if not is_there or not sizes:
-        return None
+        return ExtraBytes()
     results = sizes["Graph output"] - sizes["Aliased Input"]
-    return round((results + sizes["Intermediate tensor"]) * 2**30)
+    temporary = sizes["Intermediate tensor"]
+    return ExtraBytes(round(results * 2**30), round(temporary * 2**30))
 
 
 def _dumped() -> set[Path]:

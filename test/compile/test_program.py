@@ -196,10 +196,10 @@ def test_a_program_says_what_it_takes_beside_its_arguments_on_a_device(
         pins={"out": mesh.get_op_sharding(ROWS)},
         donated=donated,
     )
-    assert program.extra_bytes == 0
+    assert program.extra.num_bytes == 0
     program({"x": upload(mesh, torch.ones(1024, 512), ROWS)})
     share = 4 * 1024 * 512 // 2
-    assert program.extra_bytes == pytest.approx(shares * share, abs=1 << 11)
+    assert program.extra.num_bytes == pytest.approx(shares * share, abs=1 << 11)
     # Another program of an equal graph is not compiled again.
     again = program_of(
         function(halved, ("x",)),
@@ -207,7 +207,7 @@ def test_a_program_says_what_it_takes_beside_its_arguments_on_a_device(
         donated=donated,
     )
     again({"x": upload(mesh, torch.ones(1024, 512), ROWS)})
-    assert again.extra_bytes == program.extra_bytes
+    assert again.extra == program.extra
 
 
 def test_a_result_takes_the_memory_of_an_earlier_one(mesh: Any) -> None:
@@ -215,12 +215,12 @@ def test_a_result_takes_the_memory_of_an_earlier_one(mesh: Any) -> None:
     whole = 4 * 512 * 512
     x = upload(mesh, torch.ones(512, 512), (None, None))
     first = program({"x": x})["out"]
-    assert program.extra_bytes == pytest.approx(whole, abs=1 << 11)
+    assert program.extra.num_bytes == pytest.approx(whole, abs=1 << 11)
     y = upload(mesh, torch.full((512, 512), 3.0), (None, None))
     second = program({"x": y, storage_of("out"): first})["out"]
-    assert program.extra_bytes == pytest.approx(0, abs=1 << 11)
+    assert program.extra.num_bytes == pytest.approx(0, abs=1 << 11)
     third = program({"x": x})["out"]
-    assert program.extra_bytes == pytest.approx(whole, abs=1 << 11)
+    assert program.extra.num_bytes == pytest.approx(whole, abs=1 << 11)
     assert second.cpu().eq(1.5).all()
     assert third.cpu().eq(0.5).all()
     with pytest.raises(RuntimeError):
@@ -258,4 +258,4 @@ def test_analyses_are_found_that_leave_out_the_first_zeros_of_a_number(
     file.write_text("".join(texts))
     monkeypatch.setenv("PT_XLA_DEBUG_FILE", str(file))
     graph_hash = xla_compat.GraphHash(bytes.fromhex("001542d0")[::-1])
-    assert xla_compat._extra_bytes(graph_hash) == 1 << 28
+    assert xla_compat._extra_of(graph_hash).results == 1 << 28

@@ -1,4 +1,4 @@
-"""The C++ code that matches messages has no races and no wrong accesses."""
+"""The C++ code with threads has no races and no wrong accesses."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
-def test_the_matching_passes_the_sanitizers() -> None:
+def test_matching_and_blocks_pass_the_sanitizers() -> None:
     run = subprocess.run(
         ["make", "--no-print-directory", "sanitize"],
         cwd=ROOT,
@@ -21,4 +21,5 @@ def test_the_matching_passes_the_sanitizers() -> None:
         timeout=240,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count("engine_test: all is well") == 2
+    for name in ("engine_test", "blocks_test"):
+        assert run.stdout.count(f"{name}: all is well") == 2

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from torch_xla_pp.state import SavedValues, StageMemory
+from torch_xla_pp.xla_compat import ExtraBytes
 
 pytestmark = pytest.mark.pure
 
@@ -25,7 +26,7 @@ def test_what_is_passed_to_a_backward_of_weights_is_told_apart() -> None:
     for microbatch in (0, 1):
         saved.put("saved", microbatch, values("a", "b"), SIZES)
     saved.take("saved", 0)
-    saved.note_run(0)
+    saved.note_run(ExtraBytes())
     saved.put("residual", 0, values("b", "made"), SIZES)
     saved.put("saved", 2, values("a", "b"), SIZES)
     held = saved.own
@@ -37,10 +38,10 @@ def test_small_values_are_there_when_the_next_program_begins() -> None:
     saved = saved_values()
     saved.put("saved", 0, values("a", "b", "large"), SIZES)
     saved.take("saved", 0)
-    saved.note_run(7)
+    saved.note_run(ExtraBytes(7))
     assert saved.own.most_active == 1160 + 7
     # It makes others before those of the program before are freed.
-    saved.note_run(70)
+    saved.note_run(ExtraBytes(70))
     saved.put("saved", 1, values("b", "made"), SIZES)
     assert saved.own.most_active == (160 + 70) + 1007
 
@@ -49,21 +50,34 @@ def test_places_of_small_values_are_not_there_for_large_ones() -> None:
     saved = saved_values()
     saved.put("saved", 0, values("a", "b"), SIZES)
     saved.take("saved", 0)
-    saved.note_run(0)
-    saved.note_run(0)
-    saved.note_run(2000)
+    saved.note_run(ExtraBytes())
+    saved.note_run(ExtraBytes())
+    saved.note_run(ExtraBytes(2000))
     assert saved.own.most_active == 160 + 2000
     saved.put("output", 0, values("large"), SIZES)
     assert saved.own.most_active == 160 + 2000
+
+
+def test_temporary_values_are_there_when_the_next_program_begins() -> None:
+    saved = SavedValues(most_small=50)
+    saved.note_run(ExtraBytes(results=5, temporary=50))
+    assert saved.own.most_active == 55
+    saved.note_run(ExtraBytes(temporary=51))
+    assert saved.own.most_active == 50 + 51
+    # These were large: their memory is not there before it is written.
+    saved.note_run(ExtraBytes(temporary=40), given_bytes=3)
+    assert saved.own.most_active == 50 + 51
+    saved.note_run(ExtraBytes(temporary=30))
+    assert saved.own.most_active == 40 + 30 + 51
 
 
 def test_what_a_program_reads_and_leaves_is_counted_once() -> None:
     saved = saved_values()
     saved.put("saved", 0, values("a", "b"), SIZES)
     saved.take("saved", 0)
-    saved.note_run(0)
+    saved.note_run(ExtraBytes())
     saved.put("residual", 0, values("b", "made"), SIZES)
-    saved.note_run(500)
+    saved.note_run(ExtraBytes(500))
     assert saved.own.most_active == 500 + SIZES["a"] + SIZES["b"] + SIZES["made"]
 
 
@@ -71,9 +85,9 @@ def test_the_gradient_of_a_loss_is_counted_beside_the_output() -> None:
     saved = saved_values()
     saved.put("output", 0, values("logits"), SIZES)
     saved.take("output", 0)
-    saved.note_run(SIZES["grad"])
+    saved.note_run(ExtraBytes(SIZES["grad"]))
     saved.put("loss", 0, values("grad"), SIZES)
-    saved.note_run(500)
+    saved.note_run(ExtraBytes(500))
     assert saved.own.most_active == 500 + SIZES["grad"] + SIZES["logits"]
 
 
@@ -99,10 +113,10 @@ def test_what_takes_the_memory_of_free_values_is_counted_once() -> None:
     for microbatch in range(4):
         saved.storages(maker, names_of("a", "large"))
         # What the program makes beside its arguments: the first one, all of it.
-        saved.note_run(0 if microbatch else 1100)
+        saved.note_run(ExtraBytes(0 if microbatch else 1100))
         saved.put("saved", microbatch, values("a", "large"), SIZES)
         read = saved.take("saved", microbatch)
-        saved.note_run(0)
+        saved.note_run(ExtraBytes())
         saved.free(read, SIZES)
     held = saved.own
     assert (held.most_saved, held.most_held, held.most_active) == (1100, 1100, 1100)
@@ -125,8 +139,8 @@ def test_nothing_is_late_where_the_device_frees_in_time() -> None:
     saved = SavedValues()
     saved.put("saved", 0, values("a"), SIZES)
     saved.take("saved", 0)
-    saved.note_run(0)
-    saved.note_run(150)
+    saved.note_run(ExtraBytes())
+    saved.note_run(ExtraBytes(150))
     assert saved.own.most_active == 150
 
 
@@ -136,7 +150,7 @@ def test_stages_of_a_rank_are_counted_at_the_same_time() -> None:
         saved.share(first)
     first.put("saved", 0, values("large"), SIZES)
     first.take("saved", 0)
-    first.note_run(0)
+    first.note_run(ExtraBytes())
     second.put("saved", 0, values("a", "b"), SIZES)
     rank = second.of_rank
     assert rank is first.of_rank

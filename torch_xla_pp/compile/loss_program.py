@@ -164,9 +164,9 @@ class LossProgram:
         return self._constants.sources
 
     @property
-    def extra_bytes(self) -> int:
+    def extra(self) -> xla_compat.ExtraBytes:
         """Return a run's bytes on a device beside its arguments, zero if unknown."""
-        return self._program.extra_bytes
+        return self._program.extra
 
     def __call__(
         self,

@@ -169,8 +169,8 @@ class Program:
         inputs: Names of the values that a call needs.
         outputs: Names of the values that a call returns.
         hlo: The text of the compiled program, see `xla_compat.CompiledGraph`.
-        extra_bytes: What the last run takes on a device beside the arguments, zero if
-            that is not known.
+        extra: What the last run takes on a device beside the arguments, zero if that is
+            not known.
     """
 
     def __init__(self, spec: ProgramSpec) -> None:
@@ -188,7 +188,7 @@ class Program:
         self._expected: list[str] = []
         self._hash: xla_compat.GraphHash | None = None
         self.hlo: str | None = None
-        self._own_bytes = self.extra_bytes = 0
+        self._own = self.extra = xla_compat.ExtraBytes()
         # The input that each parameter is, and parameters that are no inputs.
         self._names: list[str] = []
         self._captured: dict[str, Tensor] = {}
@@ -233,14 +233,14 @@ class Program:
         """
         if MARK in values and not self.spec.is_marked:
             marked = self._marked(values, seed, fixed)
-            self.extra_bytes = self._marked.extra_bytes
+            self.extra = self._marked.extra
             return marked
         if self._hash is None:
             everything = {**values, **(fixed or {})}
             self._hash = self._trace([everything[name] for name in self.inputs])
         elif self._checked:
             self._check_shardings(values)
-        self.extra_bytes = self._own_bytes
+        self.extra = self._own
         if not values.keys() >= self._storages.keys():
             values = {**self._new_storages(values), **values}
         if self._has_seed:
@@ -343,7 +343,7 @@ class Program:
                 f"{self._title}: XLA cannot compile "
                 f"{what or 'its operations'}: {reason}. Write it with other operations."
             ) from error
-        self.hlo, self._own_bytes = graph.hlo, graph.extra_bytes or 0
+        self.hlo, self._own = graph.hlo, graph.extra
         return graph.hash
 
     def _compute(self, values: dict[str, Tensor]) -> list[Tensor]:
@@ -393,8 +393,9 @@ class Program:
             made = xla_compat.new_values([*self._storages.values()])
             found = dict(zip(self._storages, made, strict=True))
         found = {name: value for name, value in found.items() if name not in given}
-        for shape, dtype in map(self._storages.__getitem__, found):
-            self.extra_bytes += math.prod(shape) * dtype.itemsize
+        looks = map(self._storages.__getitem__, found)
+        made_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in looks)
+        self.extra = self.extra._replace(results=self.extra.results + made_bytes)
         return found
 
     def _end(self, values: Mapping[str, Tensor]) -> Tensor:

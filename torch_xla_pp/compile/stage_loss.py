@@ -62,8 +62,8 @@ class StageLoss:
     Attributes:
         function: As given.
         scale: As given.
-        extra_bytes: What the last loss took on a device beside its arguments, zero if
-            that is not known.
+        extra: What the last loss took on a device beside its arguments, zero if that is
+            not known.
         losses: Microbatch → its loss in the last step, without a graph.
         metrics: The other results of the function for each of them.
         next_weights: The weight of each row of the next batch, None for none.
@@ -81,7 +81,7 @@ class StageLoss:
         self._captured = 0
         # The shape of the first target of a step.
         self._shape: torch.Size | None = None
-        self.extra_bytes = 0
+        self.extra = xla_compat.ExtraBytes()
         self.losses: dict[int, Tensor] = {}
         self.metrics: dict[int, Any] = {}
         self.next_weights: RowWeights | None = None
@@ -149,7 +149,7 @@ class StageLoss:
         Raises:
             StageShapeError: The target is not like that of the first microbatch.
         """
-        self.extra_bytes = 0
+        self.extra = xla_compat.ExtraBytes()
         if not isinstance(target, Tensor):
             return self._run_eagerly(microbatch, output, target), None
         self._check_shape(target)
@@ -169,7 +169,7 @@ class StageLoss:
         leaves = [value.detach() for value in outputs]
         scale = self._scale(program.dtype)
         loss, grads, metrics = program([*leaves, pinned, *pinned_weights], scale, marks)
-        self.extra_bytes = program.extra_bytes
+        self.extra = program.extra
         self._keep(microbatch, loss, metrics)
         return loss, grads
 

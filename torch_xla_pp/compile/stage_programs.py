@@ -81,8 +81,8 @@ class StagePrograms:
         summed: The gradients that backwards sum up.
         reduced_per_microbatch: Role of a parameter → why its gradient is reduced in
             every microbatch, although rows are in groups.
-        extra_bytes: What the last forward or backward takes on a device beside its
-            arguments, zero if that is not known.
+        extra: What the last forward or backward takes on a device beside its arguments,
+            zero if that is not known.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class StagePrograms:
         is_recycling: bool = False,
     ) -> None:
         self.reduced_per_microbatch: dict[str, str] = {}
-        self.extra_bytes = 0
+        self.extra = xla_compat.ExtraBytes()
         groups: dict[str, int] = {}
         if grouping is not None:
             self.reduced_per_microbatch = group_gradients(joint, grouping)
@@ -252,7 +252,7 @@ class StagePrograms:
         program, specs = self._programs[name], self._specs
         values = {**self._constants.values(), **live}
         results = program(values, seed, BoundValues.of(fixed))
-        self.extra_bytes = program.extra_bytes
+        self.extra = program.extra
         outputs = _chosen(specs.outputs.values(), results, values, fixed)
         return Forwarded(
             outputs={i: outputs[n] for i, n in specs.outputs.items()},
@@ -267,13 +267,13 @@ class StagePrograms:
     def _run(
         self, name: ProgramName, fixed: Mapping[str, Tensor], live: Values
     ) -> Values:
-        self.extra_bytes = 0
+        self.extra = xla_compat.ExtraBytes()
         program = self._programs.get(name)
         if program is None:
             return {}
         values = {**self._constants.values(), **live}
         results = program(values, fixed=BoundValues.of(fixed))
-        self.extra_bytes = program.extra_bytes
+        self.extra = program.extra
         return results
 
     def _returned_grads(

@@ -3,7 +3,7 @@
 For speed, and so that programs never deadlock:
 
 * XLA's client gets enough threads, and no XNNPACK (`before_client`)
-* malloc keeps what is freed (`heap`)
+* malloc keeps what is freed (`heap`), and XLA uses large blocks again (`blocks`)
 * programs multiply matrices with a library (`products`, `blas`)
 * programs for one device call `csrc/` for sums, softmax and layer norm (`rows`), and
   for copies of views (`views`)
@@ -15,8 +15,8 @@ None of it is done on other kinds of devices, and no variable or flag is set the
 # First: importing the others may load torch_xla, and that calls this one.
 from torch_xla_pp.cpu.before_client import prepare_client
 from torch_xla_pp.cpu.client import (
+    begin_step,
     copying_large_values,
-    give_back_garbage,
     is_recycling,
     most_small_bytes,
     starting,
@@ -43,10 +43,10 @@ __all__ = [
     "PartProduct",
     "Product",
     "ProductSides",
+    "begin_step",
     "copied_view",
     "copying_large_values",
     "fits_own_ops",
-    "give_back_garbage",
     "has_own_ops",
     "is_recycling",
     "library_product",

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 
 from torch_xla_pp import env, xla_compat
-from torch_xla_pp.cpu import heap
+from torch_xla_pp.cpu import blocks, heap
 from torch_xla_pp.cpu.before_client import num_threads, prepare_client
 from torch_xla_pp.errors import PipelineError
 
@@ -24,15 +24,23 @@ def starting() -> Iterator[None]:
         prepare_client()
     yield
     _check_pool()
+    blocks.find_blocks(env.malloc_choices())
 
 
-def give_back_garbage() -> None:
-    """Return the memory that compilations have freed to the system, on CPU devices.
+def begin_step(*, has_compiled: bool) -> None:
+    """Return memory to the system that the last step has not used, on CPU devices.
 
-    Programs and compilations share one heap there.
+    Args:
+        has_compiled: Whether programs were compiled since. That has freed memory of the
+            heap, which compilations share with values; all of it is returned.
     """
-    if env.device_kind() == "CPU":
-        heap.give_back(env.malloc_choices())
+    if env.device_kind() != "CPU":
+        return
+    chosen = env.malloc_choices()
+    if has_compiled:
+        blocks.drop_blocks(chosen)
+        heap.give_back(chosen)
+    blocks.begin_step(chosen)
 
 
 def most_small_bytes() -> int:
@@ -43,7 +51,10 @@ def most_small_bytes() -> int:
     that, or at the same time. Larger values have mappings of their own, whose pages are
     allocated as they are written, and returned.
     """
-    return heap.MOST_KEPT_BYTES if env.device_kind() == "CPU" else 0
+    if env.device_kind() != "CPU":
+        return 0
+    is_kept = blocks.find_blocks(env.malloc_choices()) is not None
+    return blocks.MOST_KEPT_BYTES if is_kept else heap.MOST_KEPT_BYTES
 
 
 def is_recycling() -> bool:
@@ -61,8 +72,10 @@ def copying_large_values() -> Iterator[None]:
     if env.device_kind() != "CPU":
         yield
         return
-    with heap.keep_large(env.malloc_choices()):
+    chosen = env.malloc_choices()
+    with heap.keep_large(chosen):
         yield
+        blocks.drop_blocks(chosen)
 
 
 def _check_pool() -> None:

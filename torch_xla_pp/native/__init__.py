@@ -11,6 +11,7 @@ from torch_xla_pp.native.abi import (
     row_of,
     words_of,
 )
+from torch_xla_pp.native.elf import base_address
 from torch_xla_pp.native.engine import Engine, Failure, Stats
 from torch_xla_pp.native.loader import (
     Unavailable,
@@ -32,6 +33,7 @@ __all__ = [
     "ROW_FIELDS",
     "Stats",
     "Unavailable",
+    "base_address",
     "library",
     "library_path",
     "notes",

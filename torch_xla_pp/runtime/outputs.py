@@ -118,7 +118,7 @@ class StageOutputs:
         if grads is None:
             return self._differentiate(compiled, self.last, value, loss.scale)
         self._take_output(self.last)
-        self._saved.note_run(loss.extra_bytes)
+        self._saved.note_run(loss.extra)
         self._put_grads(compiled, self.last, grads)
         return value
 

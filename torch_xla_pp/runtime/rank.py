@@ -200,11 +200,10 @@ class RankPipeline:
             self._expected = {stage.stage_index for stage in self.stages}
 
     def _drop_garbage(self) -> None:
-        """Return memory that new compilations have freed, such as an optimizer's."""
+        """Return memory that is not used, such as that of new compilations."""
         count = xla_compat.num_compilations()
-        if count != self._num_compiled:
-            self._num_compiled = count
-            cpu.give_back_garbage()
+        cpu.begin_step(has_compiled=count != self._num_compiled)
+        self._num_compiled = count
 
     def is_beginning(self, stage: int) -> bool:
         """Return, once a step for each stage, that its step has just begun."""

@@ -216,8 +216,8 @@ class PipelineStage(SilentStage):
             # Last, as it may wait for a message.
             values |= links.receive_inputs(fwd_chunk_id)
             result = forward(fixed, values | storages, seed)
-            num_bytes = total_bytes(values, sizes) + programs.extra_bytes
-            self.saved.note_run(num_bytes)
+            given_bytes = total_bytes(values, sizes)
+            self.saved.note_run(programs.extra, given_bytes)
             self.model.state.update_buffers(result.updates)
             if self.has_backward:
                 self.saved.put("saved", fwd_chunk_id, result.live, sizes)
@@ -254,7 +254,7 @@ class PipelineStage(SilentStage):
                 names = programs.recycled("backward input")
                 storages = self.saved.storages(programs, names)
                 grads, residual = programs.backward_input(fixed, values | storages)
-            self.saved.note_run(programs.extra_bytes)
+            self.saved.note_run(programs.extra)
             if not full_backward:
                 self.saved.put("residual", bwd_chunk_id, residual, run.sizes)
             self.saved.free(programs.recycled_in(values, residual), run.sizes)
@@ -271,7 +271,7 @@ class PipelineStage(SilentStage):
             values = {**self.saved.take("residual", bwd_chunk_id), **run.marks}
             values |= self.model.sums.values(programs)
             sums = programs.backward_weight(self.model.state.values(), values)
-            self.saved.note_run(programs.extra_bytes)
+            self.saved.note_run(programs.extra)
             self.saved.free(programs.recycled_in(values), run.sizes)
             self.model.sums.advance(sums)
 

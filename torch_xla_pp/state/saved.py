@@ -10,7 +10,8 @@ have arrived before the program that receives them.
 A value is *small* if its memory stays with the process when it is freed, as on CPU
 devices. It is freed late there: the next program allocates its memory before values
 that only the last one read are freed. So the peak is the peak of small values, at any
-time, plus that of large ones.
+time, plus that of large ones. The temporary values of a program are one value; if that
+is small, it is there while the next program runs.
 
 A *free* value is one that nothing reads any more, whose memory waits for the program
 that makes such a value again. It belongs to one set of programs and counts as held.
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from torch_xla_pp.compile import device_bytes
 from torch_xla_pp.state.donated import DonatedValues
+from torch_xla_pp.xla_compat import ExtraBytes
 
 SavedKind = Literal["saved", "residual", "output", "loss", "kept", "free"]
 """Kinds of values that a stage holds between its programs.
@@ -86,6 +88,8 @@ class HeldBytes:
         self._live = self._passed = self._free = self._taken = 0
         # Of small values: held, taken for the next program, read by the last one.
         self._small = self._small_taken = self._small_read = 0
+        # Of temporary values of the last program.
+        self._late = 0
         # The needs of the last program, for small and for large values.
         self._needed, self._most_needed = [0, 0], [0, 0]
         self.num_bytes = self.most_live = 0
@@ -128,16 +132,19 @@ class HeldBytes:
         self._passed -= size.num_bytes if kind == "residual" else 0
         self._free -= size.num_bytes if kind == "free" else 0
 
-    def run(self, extra_bytes: int) -> None:
+    def run(self, large_bytes: int, small_bytes: int) -> None:
         """Count a program that reads what was taken since the last one.
 
         Args:
-            extra_bytes: What it needs of its own on a device.
+            large_bytes: What it needs of its own on a device.
+            small_bytes: Its temporary values, if they are small.
         """
         self._most_needed = [*map(max, self._most_needed, self._needed)]
         known = self._small + self._small_taken
-        large = self.num_bytes + self._taken + extra_bytes - known
-        self._needed = [known + self._small_read, large]
+        large = self.num_bytes + self._taken + large_bytes - known
+        late = self._small_read + self._late
+        self._needed = [known + late + small_bytes, large]
+        self._late = small_bytes
         self._small_read, self._small_taken, self._taken = self._small_taken, 0, 0
 
 
@@ -272,18 +279,21 @@ class SavedValues:
         self._taken.update(values)
         return values
 
-    def note_run(self, extra_bytes: int) -> None:
+    def note_run(self, extra: ExtraBytes, given_bytes: int = 0) -> None:
         """Count a program that reads what was taken since the last one.
 
         Args:
-            extra_bytes: What it needs of its own on a device.
+            extra: What it takes on a device beside its arguments.
+            given_bytes: Arguments that were not taken here.
         """
+        small_bytes = extra.temporary if extra.temporary <= self._most_small else 0
+        large_bytes = given_bytes + extra.num_bytes - small_bytes
         self._read, self._taken = self._taken, set()
         if self._given:
             self._donated.add(self._given.values())
             self._given = {}
         for held in (self.own, self.of_rank):
-            held.run(extra_bytes)
+            held.run(large_bytes, small_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,226 @@
+#include "blocks.h"
+
+#include <malloc.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace xla_pp {
+namespace {
+
+// A value may get a block that is larger by this part of its own size.
+constexpr size_t kMostSpare = 4;
+// All blocks together may take more than was in use at once, by this part of it: sizes
+// differ, so that one cannot always take the place of another.
+constexpr size_t kMostSpareOfAll = 8;
+
+std::atomic<size_t> the_least{SIZE_MAX}, the_most{0};
+
+bool IsKept(size_t size) { return size >= the_least && size <= the_most; }
+
+bool IsAligned(const void* block, size_t alignment) {
+  return reinterpret_cast<uintptr_t>(block) % alignment == 0;
+}
+
+class Blocks {
+ public:
+  Blocks() {
+    // A forked child has the locks as they were, and not the threads that held them.
+    pthread_atfork([] { The().mutex_.lock(); }, [] { The().mutex_.unlock(); },
+                   [] { The().mutex_.unlock(); });
+  }
+
+  static Blocks& The() {
+    static auto* blocks = new Blocks;  // lives as long as XLA's threads
+    return *blocks;
+  }
+
+  int Take(void** out, size_t alignment, size_t size) {
+    std::vector<void*> dropped;
+    *out = nullptr;
+    {
+      std::lock_guard lock(mutex_);
+      *out = Reuse(alignment, size);
+      if (!*out) dropped = MakeRoom(size);
+    }
+    for (void* block : dropped) std::free(block);
+    if (*out) return 0;
+    if (const int error = posix_memalign(out, alignment, size)) return error;
+    std::lock_guard lock(mutex_);
+    Use(*out, size);
+    return 0;
+  }
+
+  void Give(void* block) {
+    std::vector<void*> dropped;
+    {
+      std::lock_guard lock(mutex_);
+      if (Unuse(block)) {
+        const size_t size = malloc_usable_size(block);
+        waiting_.emplace(size, Waiting{block, step_});
+        waiting_bytes_ += size;
+        dropped = MakeRoom(0);
+      } else {
+        dropped.push_back(block);  // was made before blocks were kept
+      }
+    }
+    for (void* each : dropped) std::free(each);
+  }
+
+  void BeginStep() {
+    std::vector<void*> dropped;
+    {
+      std::lock_guard lock(mutex_);
+      most_before_ = most_;
+      most_ = asked_;
+      dropped = DropIf([&](const Waiting& each) { return each.step != step_; });
+      ++step_;
+      for (void* block : MakeRoom(0)) dropped.push_back(block);
+    }
+    for (void* block : dropped) std::free(block);
+  }
+
+  void Drop() {
+    std::vector<void*> dropped;
+    {
+      std::lock_guard lock(mutex_);
+      dropped = DropIf([](const Waiting&) { return true; });
+    }
+    for (void* block : dropped) std::free(block);
+  }
+
+  int64_t waiting_bytes() {
+    std::lock_guard lock(mutex_);
+    return static_cast<int64_t>(waiting_bytes_);
+  }
+
+ private:
+  struct Used {
+    size_t asked;
+    size_t size;
+  };
+  struct Waiting {
+    void* block;
+    int64_t step;  // the last that used it
+  };
+  using WaitingBySize = std::multimap<size_t, Waiting>;
+
+  void* Reuse(size_t alignment, size_t size) {
+    const auto last = waiting_.upper_bound(size + size / kMostSpare);
+    for (auto it = waiting_.lower_bound(size); it != last; ++it) {
+      void* block = it->second.block;
+      if (IsAligned(block, alignment)) {
+        Remove(it);
+        Use(block, size);
+        return block;
+      }
+    }
+    return nullptr;
+  }
+
+  void Use(void* block, size_t size) {
+    Unuse(block);  // somebody else may have freed it
+    const Used used{size, malloc_usable_size(block)};
+    used_.emplace(block, used);
+    asked_ += used.asked;
+    used_bytes_ += used.size;
+    most_ = std::max(most_, asked_);
+  }
+
+  bool Unuse(void* block) {
+    const auto it = used_.find(block);
+    if (it == used_.end()) return false;
+    asked_ -= it->second.asked;
+    used_bytes_ -= it->second.size;
+    used_.erase(it);
+    return true;
+  }
+
+  // Removes what has waited longest until a block of `more` bytes fits in.
+  std::vector<void*> MakeRoom(size_t more) {
+    const size_t most = std::max({most_, most_before_, asked_ + more});
+    const size_t limit = most + most / kMostSpareOfAll;
+    std::vector<void*> dropped;
+    while (!waiting_.empty() && used_bytes_ + waiting_bytes_ + more > limit) {
+      const auto oldest = std::min_element(waiting_.begin(), waiting_.end(),
+                                           [](const auto& one, const auto& other) {
+                                             return one.second.step < other.second.step;
+                                           });
+      dropped.push_back(oldest->second.block);
+      Remove(oldest);
+    }
+    return dropped;
+  }
+
+  template <typename Condition>
+  std::vector<void*> DropIf(Condition condition) {
+    std::vector<void*> dropped;
+    for (auto it = waiting_.begin(); it != waiting_.end();) {
+      const auto next = std::next(it);
+      if (condition(it->second)) {
+        dropped.push_back(it->second.block);
+        Remove(it);
+      }
+      it = next;
+    }
+    return dropped;
+  }
+
+  void Remove(WaitingBySize::iterator it) {
+    waiting_bytes_ -= it->first;
+    waiting_.erase(it);
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<void*, Used> used_;
+  WaitingBySize waiting_;
+  int64_t step_ = 0;
+  // Bytes in use, as they were asked for and as blocks have them; of those that wait.
+  size_t asked_ = 0, used_bytes_ = 0, waiting_bytes_ = 0;
+  // The most that was asked for at once, in this step and in the one before.
+  size_t most_ = 0, most_before_ = 0;
+};
+
+}  // namespace
+
+void KeepBlocks(size_t least, size_t most) {
+  Blocks::The();
+  the_most = most;
+  the_least = least;
+}
+
+int TakeAligned(void** out, size_t alignment, size_t size) {
+  if (!IsKept(size)) return posix_memalign(out, alignment, size);
+  return Blocks::The().Take(out, alignment, size);
+}
+
+void* AlignedAlloc(size_t alignment, size_t size) {
+  if (!IsKept(size)) return aligned_alloc(alignment, size);
+  void* block;
+  const int error = Blocks::The().Take(&block, alignment, size);
+  if (error) errno = error;
+  return error ? nullptr : block;
+}
+
+void Free(void* block) {
+  if (!block || malloc_usable_size(block) < the_least) {
+    std::free(block);
+  } else {
+    Blocks::The().Give(block);
+  }
+}
+
+void BeginStepOfBlocks() { Blocks::The().BeginStep(); }
+
+void DropBlocks() { Blocks::The().Drop(); }
+
+int64_t WaitingBytes() { return Blocks::The().waiting_bytes(); }
+
+}  // namespace xla_pp

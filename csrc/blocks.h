@@ -1,0 +1,32 @@
+// Memory of large values that is used again.
+//
+// XLA's CPU client takes the memory of every value, and of a program's temporary
+// values, from the C library. That maps each large one by itself and unmaps it when it
+// is freed, so every value has fresh pages, which cost more than to write them. In
+// place of that, a freed block waits here for the next value of about its size.
+//
+// All blocks are the C library's own: whoever frees one elsewhere does no harm. No more
+// are kept than were in use at once in this step or the one before, and a little.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace xla_pp {
+
+// Keeps blocks of values from the least to the most size, in bytes.
+void KeepBlocks(size_t least, size_t most);
+
+// As the C library's functions of these names, but with blocks that were freed before.
+int TakeAligned(void** out, size_t alignment, size_t size);
+void* AlignedAlloc(size_t alignment, size_t size);
+void Free(void* block);
+
+// Begins a step: blocks that the last one has not used go back to the C library.
+void BeginStepOfBlocks();
+// Gives all blocks that wait back.
+void DropBlocks();
+// Returns how many bytes wait.
+int64_t WaitingBytes();
+
+}  // namespace xla_pp

@@ -1,0 +1,120 @@
+// Tests of large blocks that are used again, for `make sanitize`.
+
+#include "../blocks.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+namespace xla_pp {
+namespace {
+
+#define EXPECT(condition)                                                          \
+  do {                                                                             \
+    if (!(condition)) {                                                            \
+      std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                                \
+    }                                                                              \
+  } while (false)
+
+constexpr size_t kLeast = 1000, kMost = 64000, kAlignment = 64;
+
+char* Taken(size_t size) {
+  void* block = nullptr;
+  EXPECT(TakeAligned(&block, kAlignment, size) == 0);
+  EXPECT(reinterpret_cast<uintptr_t>(block) % kAlignment == 0);
+  std::memset(block, 1, size);
+  return static_cast<char*>(block);
+}
+
+void AFreedBlockServesTheNextValueOfAboutItsSize() {
+  DropBlocks();
+  char* first = Taken(8000);
+  Free(Taken(8000));  // so that two are kept
+  DropBlocks();
+  Free(first);
+  EXPECT(WaitingBytes() >= 8000);
+  EXPECT(Taken(7000) == first);
+  Free(first);
+  char* small = Taken(4000);  // much smaller: not this one
+  EXPECT(small != first);
+  Free(small);
+  EXPECT(AlignedAlloc(kAlignment, 8000) == first);
+  Free(first);
+}
+
+void OthersAreTheSystems() {
+  DropBlocks();
+  Free(nullptr);
+  Free(Taken(kLeast - 100));
+  Free(Taken(kMost + 1));
+  Free(std::malloc(2 * kLeast));
+  EXPECT(WaitingBytes() == 0);
+  std::free(Taken(8000));  // by somebody who knows nothing of this
+  Free(Taken(8000));
+  DropBlocks();
+  EXPECT(WaitingBytes() == 0);
+}
+
+void NoMoreWaitThanWereInUse() {
+  for (int step = 0; step < 3; ++step) BeginStepOfBlocks();
+  DropBlocks();
+  for (size_t size = 2000; size < 60000; size += size / 2) Free(Taken(size));
+  EXPECT(WaitingBytes() < 60000 + 60000 / 4);
+}
+
+void BlocksOfAnotherStepGoBack() {
+  DropBlocks();
+  char* block = Taken(8000);
+  Free(block);
+  BeginStepOfBlocks();
+  Free(Taken(8000));
+  BeginStepOfBlocks();
+  EXPECT(WaitingBytes() > 0);
+  BeginStepOfBlocks();
+  EXPECT(WaitingBytes() == 0);
+}
+
+void ManyThreads() {
+  std::vector<std::thread> threads;
+  for (unsigned seed = 0; seed < 8; ++seed) {
+    threads.emplace_back([seed] {
+      std::mt19937 random(seed);
+      std::vector<std::pair<char*, size_t>> held;
+      for (int i = 0; i < 3000; ++i) {
+        if (held.size() < 8 && random() % 2) {
+          const size_t size = 500 + random() % 70000;
+          char* block = Taken(size);
+          std::memset(block, static_cast<int>(seed), size);
+          held.emplace_back(block, size);
+        } else if (!held.empty()) {
+          const auto [block, size] = held.back();
+          held.pop_back();
+          EXPECT(block[0] == static_cast<char>(seed));
+          EXPECT(block[size - 1] == static_cast<char>(seed));
+          Free(block);
+        }
+        if (seed == 0 && i % 100 == 0) BeginStepOfBlocks();
+      }
+      for (const auto& [block, size] : held) Free(block);
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+}  // namespace
+}  // namespace xla_pp
+
+int main() {
+  xla_pp::KeepBlocks(xla_pp::kLeast, xla_pp::kMost);
+  xla_pp::AFreedBlockServesTheNextValueOfAboutItsSize();
+  xla_pp::OthersAreTheSystems();
+  xla_pp::NoMoreWaitThanWereInUse();
+  xla_pp::BlocksOfAnotherStepGoBack();
+  xla_pp::ManyThreads();
+  xla_pp::DropBlocks();
+  std::puts("blocks_test: all is well");
+}

@@ -1,0 +1,80 @@
+"""XLA uses the memory of large values again, unless the user has configured malloc."""
+
+import resource
+
+import pytest
+import torch
+
+import torch_xla_pp
+from torch_xla_pp import cpu, env, native, xla_compat
+from torch_xla_pp.cpu import blocks
+from torch_xla_pp.testing import Worlds
+
+SIDE = 1024
+# Values of 4 MiB have 1,024 pages, and a run makes four of them.
+RUNS, FRESH = 8, 8 * 1000
+
+
+def page_faults(values: int = RUNS) -> int:
+    """Return how many pages runs of a program take, when it has run before."""
+    x = xla_compat.replicate(torch.ones(SIDE, SIDE))
+    for attempt in range(2 + values):
+        if attempt == 2:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        results = [x * 2, x + 1, x - 3, x / 4]
+        xla_compat.materialize(results)
+        xla_compat.wait_device()
+        del results
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def measure() -> dict[str, int]:
+    """Return page faults of runs, and bytes that wait then and later."""
+    torch_xla_pp.device()
+    found = {"faults": page_faults()}
+    library = blocks.find_blocks(env.malloc_choices())
+    if library is None:
+        return found
+    page_faults()  # what the last run made may be dropped by the next program
+    found["waiting"] = library.xpp_waiting_bytes()
+    for _ in range(3):
+        cpu.begin_step(has_compiled=False)
+    found["after steps"] = library.xpp_waiting_bytes()
+    page_faults()
+    page_faults()
+    cpu.begin_step(has_compiled=True)
+    found["after compilations"] = library.xpp_waiting_bytes()
+    return found
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str, int]:
+    with Worlds() as worlds:
+        return worlds.run(measure, ranks=1, timeout_s=120)[0]
+
+
+def test_the_memory_of_large_values_is_used_again(kept: dict[str, int]) -> None:
+    assert kept["faults"] < FRESH // 4
+    assert kept["waiting"] > 4 << 20
+
+
+def test_what_a_step_has_not_used_is_given_back(kept: dict[str, int]) -> None:
+    assert kept["after steps"] == 0
+
+
+def test_compilations_give_all_of_it_back(kept: dict[str, int]) -> None:
+    assert kept["after compilations"] == 0
+
+
+def test_the_users_settings_of_malloc_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
+    with Worlds() as worlds:
+        found = worlds.run(measure, ranks=1, timeout_s=120)[0]
+    assert found.keys() == {"faults"}
+    assert found["faults"] > FRESH
+
+
+def test_a_library_that_is_not_loaded_has_no_calls_to_lead() -> None:
+    assert not native.library().xpp_keep_blocks(1 << 20, 1 << 40, 1 << 40)
