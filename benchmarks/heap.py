@@ -1,4 +1,4 @@
-"""A step with freed memory kept, and with what glibc does by itself.
+"""A step with freed memory kept, and with what glibc does.
 
     python benchmarks/heap.py
     python benchmarks/heap.py --size large --schedules 1F1B --rounds 1 --json
@@ -8,11 +8,12 @@ of `gpt.py` with eight microbatches. Malloc is set once per process, so the side
 turns in fresh processes; medians over the steps of all turns. Columns, as the JSON
 names them:
 
-kept_s, returned_s: Time of a step with this package's settings, and with none.
-ratio: kept_s / returned_s.
-kept_cpu_s, returned_cpu_s: Processor time of a step, of both ranks.
-kept_faults, returned_faults: Pages that a step takes from the system, of both ranks.
-kept_peak_mib, returned_peak_mib: Largest size that a rank's process has had.
+kept_s, mapped_s, returned_s: Time of a step with what this package does, without its
+    blocks of large values, which glibc then maps one by one, and with nothing of it.
+to_mapped, to_returned: kept_s by these.
+kept_cpu_s and so on: Processor time of a step, of both ranks.
+kept_faults and so on: Pages that a step takes from the system, of both ranks.
+kept_peak_mib and so on: Largest size that a rank's process has had.
 """
 
 import argparse
@@ -33,16 +34,21 @@ from sides import NUM_RANKS, SCHEDULES
 MICROBATCHES = 8
 WARM_UP = 3
 STEPS = 8
+SIDES = ("kept", "mapped", "returned")
 
 
 def measure(
-    schedule: str, size_name: str, cores: Sequence[int], keeps_memory: bool
+    schedule: str, size_name: str, cores: Sequence[int], side_name: str
 ) -> tuple[list[float], float, int, int]:
     """Return the seconds of some steps, and this rank's use of processor and memory.
 
     These are seconds and pages per step, and the largest size in MiB.
     """
-    if not keeps_memory:
+    if side_name == "mapped":
+        from torch_xla_pp.cpu import heap
+
+        heap.keep_freed(())
+    if side_name != "kept":
         os.environ["GLIBC_TUNABLES"] = ""  # the user has decided
     core = sides.join(cores)
     from torch_xla_pp import xla_compat
@@ -72,36 +78,35 @@ def row_of(schedule: str, size_name: str, rounds: int) -> dict[str, Any]:
     from torch_xla_pp.testing import Worlds
 
     cores = sorted(os.sched_getaffinity(0))
-    found: dict[bool, list[Any]] = {True: [], False: []}
+    found: dict[str, list[Any]] = {name: [] for name in SIDES}
     for _ in range(rounds):
-        for keeps_memory, results in found.items():
-            args = (schedule, size_name, cores, keeps_memory)
+        for name, results in found.items():
+            args = (schedule, size_name, cores, name)
             with Worlds() as worlds:
                 results.append(
                     worlds.run(heap.measure, ranks=NUM_RANKS, args=args, timeout_s=1200)
                 )
     row: dict[str, Any] = {"model": size_name, "schedule": schedule}
-    for name, turns in zip(("kept", "returned"), found.values(), strict=True):
+    for name, turns in found.items():
         row[f"{name}_s"] = statistics.median(s for turn in turns for s in turn[0][0])
         for index, what in ((1, "cpu_s"), (2, "faults")):
             row[f"{name}_{what}"] = statistics.median(
                 sum(rank[index] for rank in turn) for turn in turns
             )
         row[f"{name}_peak_mib"] = max(peak for turn in turns for *_, peak in turn)
-    return row | {"ratio": row["kept_s"] / row["returned_s"]}
+    ratios = {f"to_{name}": row["kept_s"] / row[f"{name}_s"] for name in SIDES[1:]}
+    return row | ratios
 
 
 def line_of(row: dict[str, Any]) -> str:
     """Return a row as a line of text."""
-    kept, returned = (
-        f"{row[f'{name}_s']:.3f} s, {row[f'{name}_cpu_s']:.3f} s of processors,"
+    sides = [
+        f"{name} {row[f'{name}_s']:.3f} s, {row[f'{name}_cpu_s']:.3f} s of processors,"
         f" {row[f'{name}_faults']:.0f} page faults, {row[f'{name}_peak_mib']} MiB"
-        for name in ("kept", "returned")
-    )
-    return (
-        f"{row['model']} {row['schedule']:14}  kept {kept}  returned {returned}"
-        f"  ratio {row['ratio']:.2f}"
-    )
+        for name in SIDES
+    ]
+    ratios = f"{row['to_mapped']:.2f} and {row['to_returned']:.2f}"
+    return f"{row['model']} {row['schedule']:14}  {'  '.join(sides)}  ratios {ratios}"
 
 
 def main() -> None:
