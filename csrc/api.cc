@@ -53,14 +53,14 @@ void xpp_use_blas(void* multiply, void* set_threads) {
 void xpp_use_cores(int64_t count) { SetMaxParts(count); }
 
 // Lets the library at this address use blocks of large values again, of the least to
-// the most size. Returns whether it calls what gives and takes them.
+// the most size. Returns whether it calls what takes and gives them.
 int32_t xpp_keep_blocks(uint64_t base, int64_t least, int64_t most) {
   const auto address = [](auto* function) { return reinterpret_cast<void*>(function); };
-  const size_t count = RedirectCalls(base, {{"free", address(&Free)},
-                                            {"aligned_alloc", address(&AlignedAlloc)},
-                                            {"posix_memalign", address(&TakeAligned)}});
-  if (count) KeepBlocks(static_cast<size_t>(least), static_cast<size_t>(most));
-  return count > 0;
+  const bool is_led = RedirectCalls(base, {{"free", address(&Free)}}) &&
+                      RedirectCalls(base, {{"aligned_alloc", address(&AlignedAlloc)},
+                                           {"posix_memalign", address(&TakeAligned)}});
+  if (is_led) KeepBlocks(static_cast<size_t>(least), static_cast<size_t>(most));
+  return is_led;
 }
 
 void xpp_begin_step_of_blocks() { BeginStepOfBlocks(); }

@@ -417,7 +417,13 @@ def test_the_nearest_numbers_that_work_are_told_and_do(
 
 
 def test_stages_without_gradients_of_inputs_keep_all_that_is_saved_for_w() -> None:
-    plan = make_plan(gpt(4), rows=64, ranks=2, replicas=(1,), schedules=["zb1p"])
+    graph = gpt(4)
+    plan = make_plan(graph, rows=64, ranks=2, replicas=(1,), schedules=["zb1p"])
     first, last = plan.predicted.stages
-    assert first.passed_bytes == first.saved_bytes
+    ops = plan.stages[0].ops
+    own = {work.name for work in graph.works if work.ops[0] in ops}
+    # And the gradient of what it sends.
+    (sent,) = (x for x in graph.values if x.producer in own and {*x.users} - own)
+    sent_bytes = sent.size.of(plan.batch.rows_per_microbatch)
+    assert first.passed_bytes == first.saved_bytes + sent_bytes > sent_bytes > 0
     assert 0 < last.passed_bytes != last.saved_bytes

@@ -234,6 +234,10 @@ def _rank_need(
         if not any(value.has_gradient for value in entering):
             # W is the whole backward.
             passed[stage] = saved[stage]
+        for value in graph.values:
+            if value.has_gradient and value.producer in names - in_input:
+                users = {homes[user] for user in value.users} - {stage}
+                passed[stage] += len(users) * sizes[value.name]
         saved[stage] += outputs[stage]
     return state + _most_kept(plan, number, saved, passed) + largest
 

@@ -540,11 +540,13 @@ def _held_bytes(works: WorkCosts, cut: Cut) -> _Held:
 def _passed_bytes(works: WorkCosts, cut: Cut, saved: Array) -> Array:
     """Return the bytes that stages keep from I to W: all saved ones if there is no I.
 
-    A work from which no gradient goes to another stage has no part in I.
+    A work from which no gradient goes to another stage has no part in I: gradients that
+    other stages send for its values wait for W, too.
     """
     table, count, stages = works.table, cut.num_stages, np.array(cut.stages)
     have_inputs = _have_input_grads(table, cut)
     own, keys = works.passed["none"], table.passing
+    is_late = ~have_inputs[stages]
     if "full" in cut.remat:
         again = np.array([cut.remat[stage] == "full" for stage in cut.stages])
         homes, entered = _homes_and_users(table, cut.stages)
@@ -560,7 +562,22 @@ def _passed_bytes(works: WorkCosts, cut: Cut, saved: Array) -> Array:
         keys = np.concatenate((keys[~is_late[keys[:, 1]]], late))
     found = _binned(stages, own, count)
     found += _least_bytes(works, cut, keys[:, 0], stages[keys[:, 1]])
-    return np.where(have_inputs, found, saved)
+    grads = _gradient_bytes(works, cut, is_late)
+    return np.where(have_inputs, found, saved) + grads
+
+
+def _gradient_bytes(
+    works: WorkCosts, cut: Cut, are_makers: NDArray[np.bool_]
+) -> Array:
+    """Return the bytes of gradients that stages get for values of some works."""
+    table, count = works.table, cut.num_stages
+    homes, entered = _homes_and_users(table, cut.stages)
+    values = table.uses[:, 0]
+    makers = np.array([*are_makers, False])[np.array(table.producers)[values]]
+    is_sent = makers & table.have_gradients[values] & (entered != homes[values])
+    # Each stage that uses a value sends a gradient of it.
+    pairs = np.unique(values[is_sent] * count + entered[is_sent]) // count
+    return _binned(homes[pairs], works.value_bytes[pairs], count)
 
 
 def _have_input_grads(table: WorkTable, cut: Cut) -> NDArray[np.bool_]:
