@@ -1,6 +1,7 @@
 """XLA uses the memory of large values again, unless the user has configured malloc."""
 
 import resource
+import time
 
 import pytest
 import torch
@@ -28,22 +29,29 @@ def page_faults(values: int = RUNS) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
+def waiting_after_steps(*, has_compiled: bool) -> int:
+    """Return the bytes that wait after steps, once there are none or in the end."""
+    end = time.monotonic() + 20
+    while True:
+        cpu.begin_step(has_compiled=has_compiled)
+        waiting = int(native.library().xpp_waiting_bytes())
+        if not waiting or time.monotonic() > end:
+            return waiting
+        time.sleep(0.1)  # what is dropped is freed on other threads
+
+
 def measure() -> dict[str, int]:
     """Return page faults of runs, and bytes that wait then and later."""
     torch_xla_pp.device()
-    found = {"faults": page_faults()}
+    # On a busy machine what a program has read may be freed after the next one began.
+    found = {"faults": min(page_faults() for _ in range(3))}
     library = blocks.find_blocks(env.malloc_choices())
     if library is None:
         return found
-    page_faults()  # what the last run made may be dropped by the next program
     found["waiting"] = library.xpp_waiting_bytes()
-    for _ in range(3):
-        cpu.begin_step(has_compiled=False)
-    found["after steps"] = library.xpp_waiting_bytes()
+    found["after steps"] = waiting_after_steps(has_compiled=False)
     page_faults()
-    page_faults()
-    cpu.begin_step(has_compiled=True)
-    found["after compilations"] = library.xpp_waiting_bytes()
+    found["after compilations"] = waiting_after_steps(has_compiled=True)
     return found
 
 

@@ -46,8 +46,8 @@ def find_blocks(chosen: tuple[str, ...]) -> ctypes.CDLL | None:
     return found
 
 
-def begin_step(chosen: tuple[str, ...]) -> None:
-    """Return blocks to the system that the last step has not used."""
+def drop_unused_blocks(chosen: tuple[str, ...]) -> None:
+    """Begin a step: return blocks to the system that the last one has not used."""
     found = find_blocks(chosen)
     if found is not None:
         found.xpp_begin_step_of_blocks()

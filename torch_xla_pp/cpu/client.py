@@ -40,7 +40,7 @@ def begin_step(*, has_compiled: bool) -> None:
     if has_compiled:
         blocks.drop_blocks(chosen)
         heap.give_back(chosen)
-    blocks.begin_step(chosen)
+    blocks.drop_unused_blocks(chosen)
 
 
 def most_small_bytes() -> int:

@@ -566,9 +566,7 @@ def _passed_bytes(works: WorkCosts, cut: Cut, saved: Array) -> Array:
     return np.where(have_inputs, found, saved) + grads
 
 
-def _gradient_bytes(
-    works: WorkCosts, cut: Cut, are_makers: NDArray[np.bool_]
-) -> Array:
+def _gradient_bytes(works: WorkCosts, cut: Cut, are_makers: NDArray[np.bool_]) -> Array:
     """Return the bytes of gradients that stages get for values of some works."""
     table, count = works.table, cut.num_stages
     homes, entered = _homes_and_users(table, cut.stages)

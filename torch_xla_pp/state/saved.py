@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import device_bytes
 from torch_xla_pp.state.donated import DonatedValues
-from torch_xla_pp.xla_compat import ExtraBytes
 
 SavedKind = Literal["saved", "residual", "output", "loss", "kept", "free"]
 """Kinds of values that a stage holds between its programs.
@@ -279,7 +279,7 @@ class SavedValues:
         self._taken.update(values)
         return values
 
-    def note_run(self, extra: ExtraBytes, given_bytes: int = 0) -> None:
+    def note_run(self, extra: xla_compat.ExtraBytes, given_bytes: int = 0) -> None:
         """Count a program that reads what was taken since the last one.
 
         Args:
