@@ -236,7 +236,9 @@ def _rank_need(
             passed[stage] = saved[stage]
         for value in graph.values:
             if value.has_gradient and value.producer in names - in_input:
-                users = {homes[user] for user in value.users} - {stage}
+                # Others are received by W itself.
+                users = {homes[user] for user in value.users}.intersection(own)
+                users -= {stage}
                 passed[stage] += len(users) * sizes[value.name]
         saved[stage] += outputs[stage]
     return state + _most_kept(plan, number, saved, passed) + largest

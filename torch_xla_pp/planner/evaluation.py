@@ -540,8 +540,8 @@ def _held_bytes(works: WorkCosts, cut: Cut) -> _Held:
 def _passed_bytes(works: WorkCosts, cut: Cut, saved: Array) -> Array:
     """Return the bytes that stages keep from I to W: all saved ones if there is no I.
 
-    A work from which no gradient goes to another stage has no part in I: gradients that
-    other stages send for its values wait for W, too.
+    A work from which no gradient goes to another stage has no part in I: gradients of
+    its values wait for W, too. Those from other ranks are received by W itself.
     """
     table, count, stages = works.table, cut.num_stages, np.array(cut.stages)
     have_inputs = _have_input_grads(table, cut)
@@ -567,12 +567,13 @@ def _passed_bytes(works: WorkCosts, cut: Cut, saved: Array) -> Array:
 
 
 def _gradient_bytes(works: WorkCosts, cut: Cut, are_makers: NDArray[np.bool_]) -> Array:
-    """Return the bytes of gradients that stages get for values of some works."""
-    table, count = works.table, cut.num_stages
+    """Return the bytes of gradients of some works' values from stages of their rank."""
+    table, count, ranks = works.table, cut.num_stages, np.array(cut.ranks)
     homes, entered = _homes_and_users(table, cut.stages)
     values = table.uses[:, 0]
     makers = np.array([*are_makers, False])[np.array(table.producers)[values]]
-    is_sent = makers & table.have_gradients[values] & (entered != homes[values])
+    is_near = (entered != homes[values]) & (ranks[entered] == ranks[homes[values]])
+    is_sent = makers & table.have_gradients[values] & is_near
     # Each stage that uses a value sends a gradient of it.
     pairs = np.unique(values[is_sent] * count + entered[is_sent]) // count
     return _binned(homes[pairs], works.value_bytes[pairs], count)
