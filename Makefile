@@ -5,7 +5,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CSRC := $(wildcard csrc/*.cc csrc/*.h csrc/test/*.cc)
+CSRC := $(wildcard csrc/*.cc csrc/*.h csrc/test/*.cc csrc/test/*.h)
 MATCHING := $(addprefix csrc/,engine.cc executor.cc inbox.cc message.cc pool.cc)
 
 .PHONY: help demo test test-tpu stress faults ops lint types docs pages wheel format sanitize clean
@@ -89,11 +89,11 @@ sanitize: $(SANITIZED)
 
 SANITIZE = $(CXX) -std=c++17 -g -O1 -Wall -Wextra -fsanitize=$* -fno-omit-frame-pointer -o $@ $(filter %.cc,$^) -lpthread
 
-build/engine_test.%: csrc/test/engine_test.cc $(MATCHING) $(wildcard csrc/*.h)
+build/engine_test.%: csrc/test/engine_test.cc csrc/test/expect.h $(MATCHING) $(wildcard csrc/*.h)
 	@mkdir -p build
 	$(SANITIZE)
 
-build/blocks_test.%: csrc/test/blocks_test.cc csrc/blocks.cc csrc/blocks.h
+build/blocks_test.%: csrc/test/blocks_test.cc csrc/test/expect.h csrc/blocks.cc csrc/blocks.h
 	@mkdir -p build
 	$(SANITIZE)
 

@@ -56,9 +56,10 @@ void xpp_use_cores(int64_t count) { SetMaxParts(count); }
 // the most size. Returns whether it calls what takes and gives them.
 int32_t xpp_keep_blocks(uint64_t base, int64_t least, int64_t most) {
   const auto address = [](auto* function) { return reinterpret_cast<void*>(function); };
-  const bool is_led = RedirectCalls(base, {{"free", address(&Free)}}) &&
-                      RedirectCalls(base, {{"aligned_alloc", address(&AlignedAlloc)},
-                                           {"posix_memalign", address(&TakeAligned)}});
+  const bool is_led =
+      RedirectCalls(base, {{"free", address(&Free)}}) &&
+      RedirectCalls(base, {{"aligned_alloc", address(&AlignedAlloc)},
+                           {"posix_memalign", address(&PosixMemalign)}});
   if (is_led) KeepBlocks(static_cast<size_t>(least), static_cast<size_t>(most));
   return is_led;
 }

@@ -29,6 +29,14 @@ bool IsAligned(const void* block, size_t alignment) {
   return reinterpret_cast<uintptr_t>(block) % alignment == 0;
 }
 
+// Blocks to free, which takes long for large ones: after the lock, so made before it.
+struct Dropped {
+  std::vector<void*> blocks;
+  ~Dropped() {
+    for (void* block : blocks) std::free(block);
+  }
+};
+
 class Blocks {
  public:
   Blocks() {
@@ -43,15 +51,13 @@ class Blocks {
   }
 
   int Take(void** out, size_t alignment, size_t size) {
-    std::vector<void*> dropped;
-    *out = nullptr;
     {
+      Dropped dropped;
       std::lock_guard lock(mutex_);
       *out = Reuse(alignment, size);
-      if (!*out) dropped = MakeRoom(size);
+      if (*out) return 0;
+      MakeRoom(size, dropped);
     }
-    for (void* block : dropped) std::free(block);
-    if (*out) return 0;
     if (const int error = posix_memalign(out, alignment, size)) return error;
     std::lock_guard lock(mutex_);
     Use(*out, size);
@@ -59,41 +65,32 @@ class Blocks {
   }
 
   void Give(void* block) {
-    std::vector<void*> dropped;
-    {
-      std::lock_guard lock(mutex_);
-      if (Unuse(block)) {
-        const size_t size = malloc_usable_size(block);
-        waiting_.emplace(size, Waiting{block, step_});
-        waiting_bytes_ += size;
-        dropped = MakeRoom(0);
-      } else {
-        dropped.push_back(block);  // was made before blocks were kept
-      }
+    Dropped dropped;
+    std::lock_guard lock(mutex_);
+    if (!Unuse(block)) {
+      dropped.blocks.push_back(block);  // was made before blocks were kept
+      return;
     }
-    for (void* each : dropped) std::free(each);
+    const size_t size = malloc_usable_size(block);
+    waiting_.emplace(size, Waiting{block, step_});
+    waiting_bytes_ += size;
+    MakeRoom(0, dropped);
   }
 
   void BeginStep() {
-    std::vector<void*> dropped;
-    {
-      std::lock_guard lock(mutex_);
-      most_before_ = most_;
-      most_ = asked_;
-      dropped = DropIf([&](const Waiting& each) { return each.step != step_; });
-      ++step_;
-      for (void* block : MakeRoom(0)) dropped.push_back(block);
-    }
-    for (void* block : dropped) std::free(block);
+    Dropped dropped;
+    std::lock_guard lock(mutex_);
+    most_before_ = most_;
+    most_ = asked_;
+    DropIf([&](const Waiting& each) { return each.step != step_; }, dropped);
+    ++step_;
+    MakeRoom(0, dropped);
   }
 
   void Drop() {
-    std::vector<void*> dropped;
-    {
-      std::lock_guard lock(mutex_);
-      dropped = DropIf([](const Waiting&) { return true; });
-    }
-    for (void* block : dropped) std::free(block);
+    Dropped dropped;
+    std::lock_guard lock(mutex_);
+    DropIf([](const Waiting&) { return true; }, dropped);
   }
 
   int64_t waiting_bytes() {
@@ -143,34 +140,30 @@ class Blocks {
     return true;
   }
 
-  // Removes what has waited longest until a block of `more` bytes fits in.
-  std::vector<void*> MakeRoom(size_t more) {
+  // Drops what has waited longest until a block of `more` bytes fits in.
+  void MakeRoom(size_t more, Dropped& dropped) {
     const size_t most = std::max({most_, most_before_, asked_ + more});
     const size_t limit = most + most / kMostSpareOfAll;
-    std::vector<void*> dropped;
     while (!waiting_.empty() && used_bytes_ + waiting_bytes_ + more > limit) {
       const auto oldest = std::min_element(waiting_.begin(), waiting_.end(),
                                            [](const auto& one, const auto& other) {
                                              return one.second.step < other.second.step;
                                            });
-      dropped.push_back(oldest->second.block);
+      dropped.blocks.push_back(oldest->second.block);
       Remove(oldest);
     }
-    return dropped;
   }
 
   template <typename Condition>
-  std::vector<void*> DropIf(Condition condition) {
-    std::vector<void*> dropped;
+  void DropIf(Condition condition, Dropped& dropped) {
     for (auto it = waiting_.begin(); it != waiting_.end();) {
       const auto next = std::next(it);
       if (condition(it->second)) {
-        dropped.push_back(it->second.block);
+        dropped.blocks.push_back(it->second.block);
         Remove(it);
       }
       it = next;
     }
-    return dropped;
   }
 
   void Remove(WaitingBySize::iterator it) {
@@ -196,7 +189,7 @@ void KeepBlocks(size_t least, size_t most) {
   the_least = least;
 }
 
-int TakeAligned(void** out, size_t alignment, size_t size) {
+int PosixMemalign(void** out, size_t alignment, size_t size) {
   if (!IsKept(size)) return posix_memalign(out, alignment, size);
   return Blocks::The().Take(out, alignment, size);
 }

@@ -18,7 +18,7 @@ namespace xla_pp {
 void KeepBlocks(size_t least, size_t most);
 
 // As the C library's functions of these names, but with blocks that were freed before.
-int TakeAligned(void** out, size_t alignment, size_t size);
+int PosixMemalign(void** out, size_t alignment, size_t size);
 void* AlignedAlloc(size_t alignment, size_t size);
 void Free(void* block);
 

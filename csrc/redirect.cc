@@ -5,9 +5,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <utility>
-
 namespace xla_pp {
 namespace {
 
@@ -22,7 +19,6 @@ constexpr uint32_t kCall = UINT32_MAX;
 // The parts of a loaded library that name the functions it calls.
 struct Tables {
   uintptr_t base = 0;
-  bool is_found = false;
   const Elf64_Rela* calls = nullptr;
   size_t num_calls = 0;
   const Elf64_Sym* symbols = nullptr;
@@ -34,7 +30,6 @@ struct Tables {
 int FindTables(dl_phdr_info* info, size_t, void* data) {
   auto& tables = *static_cast<Tables*>(data);
   if (info->dlpi_addr != tables.base) return 0;
-  tables.is_found = true;
   const Elf64_Dyn* entry = nullptr;
   for (int i = 0; i < info->dlpi_phnum; ++i) {
     const auto& part = info->dlpi_phdr[i];

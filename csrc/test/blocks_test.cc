@@ -9,22 +9,16 @@
 #include <thread>
 #include <vector>
 
+#include "expect.h"
+
 namespace xla_pp {
 namespace {
-
-#define EXPECT(condition)                                                          \
-  do {                                                                             \
-    if (!(condition)) {                                                            \
-      std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                \
-    }                                                                              \
-  } while (false)
 
 constexpr size_t kLeast = 1000, kMost = 64000, kAlignment = 64;
 
 char* Taken(size_t size) {
   void* block = nullptr;
-  EXPECT(TakeAligned(&block, kAlignment, size) == 0);
+  EXPECT(PosixMemalign(&block, kAlignment, size) == 0);
   EXPECT(reinterpret_cast<uintptr_t>(block) % kAlignment == 0);
   std::memset(block, 1, size);
   return static_cast<char*>(block);

@@ -20,19 +20,13 @@
 #include <thread>
 #include <vector>
 
+#include "expect.h"
+
 namespace xla_pp {
 namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-
-#define EXPECT(condition)                                                          \
-  do {                                                                             \
-    if (!(condition)) {                                                            \
-      std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                \
-    }                                                                              \
-  } while (false)
 
 // A link to one peer in this process, with a thread of its own.
 class MemoryLink : public Link {

@@ -569,6 +569,8 @@ def _passed_bytes(works: WorkCosts, cut: Cut, saved: Array) -> Array:
 def _gradient_bytes(works: WorkCosts, cut: Cut, are_makers: NDArray[np.bool_]) -> Array:
     """Return the bytes of gradients of some works' values from stages of their rank."""
     table, count, ranks = works.table, cut.num_stages, np.array(cut.ranks)
+    if len({*cut.ranks}) == count:
+        return np.zeros(count)
     homes, entered = _homes_and_users(table, cut.stages)
     values = table.uses[:, 0]
     makers = np.array([*are_makers, False])[np.array(table.producers)[values]]

@@ -136,8 +136,8 @@ class HeldBytes:
         """Count a program that reads what was taken since the last one.
 
         Args:
-            large_bytes: What it needs of its own on a device.
-            small_bytes: Its temporary values, if they are small.
+            large_bytes: What it needs of its own on a device, but for
+            small_bytes: its temporary values, if they are small.
         """
         self._most_needed = [*map(max, self._most_needed, self._needed)]
         known = self._small + self._small_taken
