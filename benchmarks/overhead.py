@@ -2,12 +2,15 @@
 
     python benchmarks/overhead.py
     python benchmarks/overhead.py --ranks 2 4 --json
+    python benchmarks/overhead.py --ranks 2 4 --blocks 4 --microbatches 16 64
     python benchmarks/overhead.py --action-us 618      simulates, and measures nothing
 
 One layer of width 32 a rank, so that there is next to no work; 1F1B with 16
-microbatches. All ranks share this machine's cores, so processor time is measured, not
-time: of the main thread (which dispatches) and of the whole process, per action. It
-should not grow with the number of ranks.
+microbatches. With --blocks, as many transformer blocks of that width a rank, of 12
+parameters each: 4 have as many parameters, values to save and dispatches as a rank of
+the small model in `step_time.py`. All ranks share this machine's cores, so processor
+time is measured, not time: of the main thread (which dispatches) and of the whole
+process, per action. It should not grow with the number of ranks or of microbatches.
 
 Then the simulator lets stages of `--work-ms` for a forward and twice that for a
 backward run on up to 1,024 ranks under 1F1B with a microbatch for each rank, 128 at
@@ -26,6 +29,7 @@ Source: github.com/NVIDIA/maxtext-jaxpp, slurm/gpt3-175b-scaling.sh and maxtext.
 """
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -41,7 +45,7 @@ from torch.nn import functional as F
 from torch_xla_pp.schedule import Schedule, interleaved_1f1b, one_f_one_b
 from torch_xla_pp.simulate import Costs, Link, Network, ring_all_reduce_s, simulate
 
-WIDTH, ROWS, MICROBATCHES, STEPS, WARM_UP = 32, 4, 16, 10, 3
+WIDTH, HEADS, LENGTH, ROWS, STEPS, WARM_UP = 32, 4, 8, 4, 10, 3
 MANY = (2, 8, 64, 256, 1024)
 MOST_MICROBATCHES = 128
 ACTIVATION_BYTES = 16 * 2**20
@@ -116,8 +120,22 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target.to(output.device))
 
 
-def cpu_times() -> tuple[float, float]:
-    """Return the CPU seconds per action of this rank: main thread, whole process."""
+def make_stage(blocks: int) -> nn.Module:
+    """Return a linear layer, or so many transformer blocks."""
+    import gpt
+
+    if not blocks:
+        return nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(*[gpt.Block(WIDTH, HEADS) for _ in range(blocks)])
+
+
+def cpu_times(blocks: int, microbatches: int) -> tuple[float, float]:
+    """Return the CPU seconds per action of this rank: main thread, whole process.
+
+    Args:
+        blocks: Transformer blocks of a rank, none for a linear layer.
+        microbatches: Microbatches of a step.
+    """
     import torch.distributed as dist
     from torch.distributed.pipelining import Schedule1F1B
 
@@ -127,9 +145,9 @@ def cpu_times() -> tuple[float, float]:
     device = xpp.device()
     dist.init_process_group("xla_pp")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    stage = xpp.PipelineStage(nn.Linear(WIDTH, WIDTH), rank, ranks, device)
-    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_fn)
-    x = torch.randn(MICROBATCHES * ROWS, WIDTH)
+    stage = xpp.PipelineStage(make_stage(blocks), rank, ranks, device)
+    schedule = Schedule1F1B(stage, microbatches, loss_fn=loss_fn)
+    x = torch.randn(microbatches * ROWS, *([LENGTH] if blocks else []), WIDTH)
     args = (x,) if stage.is_first else ()
     target = x if stage.is_last else None
     found = []
@@ -142,7 +160,7 @@ def cpu_times() -> tuple[float, float]:
     main_s, whole_s = (
         statistics.median(column) for column in zip(*found[WARM_UP:], strict=True)
     )
-    return main_s / (2 * MICROBATCHES), whole_s / (2 * MICROBATCHES)
+    return main_s / (2 * microbatches), whole_s / (2 * microbatches)
 
 
 def levels(action_s: float) -> dict[str, Overhead]:
@@ -196,29 +214,35 @@ def replica_rows(action_s: float) -> Iterator[dict[str, Any]]:
         yield {"what": "replicas", "gpus": gpus, "step_s": step_s, "share": share}
 
 
-def measured_rows(ranks: list[int]) -> Iterator[dict[str, Any]]:
-    """Measure what an action costs, for some numbers of ranks."""
+def measured_rows(
+    ranks: list[int], blocks: int, microbatches: list[int]
+) -> Iterator[dict[str, Any]]:
+    """Measure what an action costs, for some numbers of ranks and microbatches."""
     # The workers import this file, so its functions must not be those of `__main__`.
     import overhead
 
     from torch_xla_pp.testing import Worlds
 
-    for count in ranks:
+    for count, number in itertools.product(ranks, microbatches):
         with Worlds() as worlds:
-            found = worlds.run(overhead.cpu_times, ranks=count, timeout_s=900)
+            found = worlds.run(
+                overhead.cpu_times, ranks=count, args=(blocks, number), timeout_s=900
+            )
         main_s, whole_s = (
             statistics.median(column) for column in zip(*found, strict=True)
         )
-        row = {"what": "action", "ranks": count}
-        yield row | {"main_s": main_s, "process_s": whole_s}
+        row = {"what": "action", "ranks": count, "blocks": blocks}
+        times = {"main_s": main_s, "process_s": whole_s}
+        yield row | {"microbatches": number} | times
 
 
 def line_of(row: dict[str, Any]) -> str:
     """Return a row as a line of text."""
     if row["what"] == "action":
         return (
-            f"{row['ranks']:4} ranks: {row['main_s'] * 1e6:5.0f} us of CPU per action "
-            f"in the main thread, {row['process_s'] * 1e6:5.0f} us in all threads"
+            f"{row['ranks']:4} ranks, {row['microbatches']:3} microbatches: "
+            f"{row['main_s'] * 1e6:5.0f} us of CPU per action in the main thread, "
+            f"{row['process_s'] * 1e6:5.0f} us in all threads"
         )
     if row["what"] == "replicas":
         return (
@@ -238,6 +262,8 @@ def main() -> None:
     """Measure, then predict."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
+    parser.add_argument("--microbatches", nargs="+", type=int, default=[16])
+    parser.add_argument("--blocks", type=int, default=0, help="of a rank")
     parser.add_argument("--action-us", type=float, help="cost of an action, if known")
     parser.add_argument("--work-ms", type=float, default=20.0)
     parser.add_argument("--json", action="store_true")
@@ -248,7 +274,8 @@ def main() -> None:
 
     action_s = (options.action_us or 0.0) / 1e6
     if options.action_us is None:
-        for row in measured_rows(options.ranks):
+        measured = (options.ranks, options.blocks, options.microbatches)
+        for row in measured_rows(*measured):
             action_s = max(action_s, row["main_s"])
             show(row)
     for row in pipeline_rows(action_s, options.work_ms / 1e3):
