@@ -151,7 +151,6 @@ class World:
 
         Values on the host are uploaded shard by shard.
         """
-        sharding = self.sharding(partition)
         is_new = tensor.device.type != "xla"
         value = tensor.detach()
         if is_new and not self.local.is_split(partition):
@@ -163,7 +162,7 @@ class World:
                 # Cut before sharding: XLA would cut parts, and exchange rows.
                 value = xla_compat.constrain(value, xla_compat.replicated_sharding())
             value = value.clone()
-        xla_compat.annotate(value, sharding)
+        xla_compat.annotate(value, self.sharding(partition))
         return value
 
     def place(self, tensor: Tensor, partition: Partition) -> Tensor:

@@ -78,6 +78,7 @@ def num_local_devices() -> int:
     return int(xr.addressable_runtime_device_count())
 
 
+@functools.cache
 def replicated_sharding() -> OpSharding:
     """Return the sharding of a value that every local device holds whole."""
     return _XLAC.OpSharding([], [], [], _REPLICATED)

@@ -104,3 +104,16 @@ def test_arguments_print_their_tensors_and_values() -> None:
     assert (args[1], kwargs) == (3, {"mask": None})
     other, _ = Arguments.of((torch.zeros(4, 9), 3), {"mask": None})
     assert arguments != other
+
+
+def test_tensors_of_equal_arguments_are_found_and_of_others_refused() -> None:
+    x, y = torch.zeros(4, 8), torch.zeros(4)
+    arguments, _ = Arguments.of((x, y), {})
+    assert arguments.tensors_of((y.new_ones(4, 8), y), {}) is not None
+    others = [(x,), (x, y, y), (y, x), (x, y.long()), (x, 3), ([x], y)]
+    assert [arguments.tensors_of(args, {}) for args in others] == [None] * len(others)
+    assert arguments.tensors_of((x, y), {"mask": None}) is None
+    mixed, tensors = Arguments.of((x, 3), {"mask": [y]})
+    assert mixed.tensors_of((x, 3), {"mask": [y]}) == tensors
+    assert mixed.tensors_of((x, 4), {"mask": [y]}) is None
+    assert Arguments.of((), {})[0].tensors_of((), {}) == []

@@ -4,13 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from torch_xla_pp.compile import ValueSizes
 from torch_xla_pp.state import SavedValues, StageMemory
 from torch_xla_pp.xla_compat import ExtraBytes
 
 pytestmark = pytest.mark.pure
 
 # Bytes of each value, on a device where those of at most 100 bytes are small.
-SIZES = {"a": 100, "b": 60, "large": 1000, "made": 10, "logits": 80, "grad": 80}
+BYTES = {"a": 100, "b": 60, "large": 1000, "made": 10, "logits": 80, "grad": 80}
+SIZES = ValueSizes(BYTES)
 
 
 def saved_values() -> SavedValues:
@@ -78,17 +80,17 @@ def test_what_a_program_reads_and_leaves_is_counted_once() -> None:
     saved.note_run(ExtraBytes())
     saved.put("residual", 0, values("b", "made"), SIZES)
     saved.note_run(ExtraBytes(500))
-    assert saved.own.most_active == 500 + SIZES["a"] + SIZES["b"] + SIZES["made"]
+    assert saved.own.most_active == 500 + BYTES["a"] + BYTES["b"] + BYTES["made"]
 
 
 def test_the_gradient_of_a_loss_is_counted_beside_the_output() -> None:
     saved = saved_values()
     saved.put("output", 0, values("logits"), SIZES)
     saved.take("output", 0)
-    saved.note_run(ExtraBytes(SIZES["grad"]))
+    saved.note_run(ExtraBytes(BYTES["grad"]))
     saved.put("loss", 0, values("grad"), SIZES)
     saved.note_run(ExtraBytes(500))
-    assert saved.own.most_active == 500 + SIZES["grad"] + SIZES["logits"]
+    assert saved.own.most_active == 500 + BYTES["grad"] + BYTES["logits"]
 
 
 def names_of(*results: str) -> dict[str, str]:
@@ -154,7 +156,7 @@ def test_stages_of_a_rank_are_counted_at_the_same_time() -> None:
     second.put("saved", 0, values("a", "b"), SIZES)
     rank = second.of_rank
     assert rank is first.of_rank
-    assert rank.most_held == SIZES["large"]
+    assert rank.most_held == BYTES["large"]
     assert first.own.most_held + second.own.most_held > rank.most_held
     first.share(first)
     assert first.of_rank.most_held == 0

@@ -55,7 +55,7 @@ from torch_xla_pp.compile.program import (
 )
 from torch_xla_pp.compile.program_spec import ProgramSpec
 from torch_xla_pp.compile.rank_rules import is_constrained, library_rules, rules_of
-from torch_xla_pp.compile.sizes import device_bytes
+from torch_xla_pp.compile.sizes import ValueSizes, device_bytes
 from torch_xla_pp.compile.stage_compiler import (
     CompiledStage,
     StageCompiler,
@@ -99,6 +99,7 @@ __all__ = [
     "StageSource",
     "StageTracer",
     "SummedGrads",
+    "ValueSizes",
     "accumulated",
     "accumulator",
     "bucket_name",

@@ -11,6 +11,7 @@ from torch_xla_pp.compile.group_sums.grouping import grouping_of
 from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.partition import Remat
 from torch_xla_pp.compile.rank_rules import rules_of
+from torch_xla_pp.compile.sizes import ValueSizes
 from torch_xla_pp.compile.stage_programs import StagePrograms
 from torch_xla_pp.compile.stage_specs import Borders
 from torch_xla_pp.compile.stage_tracer import StageCall, StageTracer, example_like
@@ -55,7 +56,7 @@ class CompiledStage(NamedTuple, Generic[LinksT]):
         outputs: What the stage's outputs look like.
         links: Its channels to other stages.
         num_random: How many random operations the stage has.
-        sizes: Name → bytes on a device of values of the programs, if asked for.
+        sizes: The bytes of values of the programs.
         without_gradients: Outputs that need gradients which other stages do not send,
             as the stage's offer says that they need none.
     """
@@ -64,7 +65,7 @@ class CompiledStage(NamedTuple, Generic[LinksT]):
     outputs: tuple[TensorSpec, ...]
     links: LinksT
     num_random: int
-    sizes: dict[str, int]
+    sizes: ValueSizes
     without_gradients: tuple[int, ...] = ()
 
 
@@ -202,7 +203,7 @@ class StageCompiler(Generic[LinksT]):
             if new.requires_grad and not old.requires_grad
         )
         return CompiledStage(
-            programs, given, links, joint.num_random, {}, without_gradients
+            programs, given, links, joint.num_random, ValueSizes(), without_gradients
         )
 
     def _outputs_of(self, joint: JointGraph) -> tuple[TensorSpec, ...]:

@@ -49,24 +49,27 @@ def places_of(module: nn.Module) -> Iterator[TensorPlace]:
 
     A tensor that replaces another during iteration is seen in later places.
     """
-    for place in all_places_of(module):
-        if place.holding != ATTRIBUTE:
-            yield place
+    for path, sub in module.named_modules(remove_duplicate=False):
+        yield from _places_in(path, PARAMETER, sub._parameters)
+        yield from _places_in(path, BUFFER, sub._buffers)
 
 
 def all_places_of(module: nn.Module) -> Iterator[TensorPlace]:
     """Yield the places of parameters, buffers and plain attributes, likewise."""
     for path, sub in module.named_modules(remove_duplicate=False):
-        held: tuple[tuple[Holding, dict[str, Any]], ...] = (
-            (PARAMETER, sub._parameters),
-            (BUFFER, sub._buffers),
-            (ATTRIBUTE, vars(sub)),
-        )
-        for holding, slots in held:
-            for key, value in list(slots.items()):
-                if isinstance(value, Tensor):
-                    name = f"{path}.{key}" if path else key
-                    yield TensorPlace(name, holding, slots, key)
+        yield from _places_in(path, PARAMETER, sub._parameters)
+        yield from _places_in(path, BUFFER, sub._buffers)
+        yield from _places_in(path, ATTRIBUTE, vars(sub))
+
+
+def _places_in(
+    path: str, holding: Holding, slots: dict[str, Any]
+) -> Iterator[TensorPlace]:
+    """Yield the places of the tensors that a module of this path holds in a dict."""
+    for key, value in list(slots.items()):
+        if isinstance(value, Tensor):
+            name = f"{path}.{key}" if path else key
+            yield TensorPlace(name, holding, slots, key)
 
 
 def state_of(module: nn.Module) -> list[TensorPlace]:

@@ -72,6 +72,8 @@ class LocalMesh:
 
     def is_split(self, partition: Partition) -> bool:
         """Return whether `partition` splits anything over more than one device."""
+        if self.num_devices == 1:
+            return False
         return any(self.axis_size(axis) > 1 for axis in partition)
 
     def faults(self, shape: tuple[int, ...], partition: Partition) -> list[str]:

@@ -1,5 +1,6 @@
 """The kinds of steps, each of which needs programs of its own."""
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_xla_pp.graph import Captured, Template
+from torch_xla_pp.graph import Captured, Slot, Template
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Arguments:
     """The arguments that a schedule passes in for a microbatch.
 
@@ -34,6 +35,26 @@ class Arguments:
         """Return a description of arguments, and the tensors among them."""
         template, tensors = Template.of_arguments(args, kwargs)
         return cls(template), tensors
+
+    def tensors_of(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Tensor] | None:
+        """Return the tensors of such arguments, None if these are others."""
+        if not kwargs and self._looks is not None:
+            # The usual case; a template is made in ten times the time.
+            found = [x for x in args if isinstance(x, Tensor)]
+            looks = tuple((x.shape, x.dtype) for x in found)
+            return found if len(found) == len(args) and looks == self._looks else None
+        arguments, tensors = Arguments.of(args, kwargs)
+        return tensors if arguments == self else None
+
+    @functools.cached_property
+    def _looks(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...] | None:
+        """Return shapes and dtypes, None if there are others than tensors in a row."""
+        args, kwargs = self.template.fill(self.template.slots)
+        if kwargs or not all(isinstance(x, Slot) for x in args):
+            return None
+        return tuple((slot.shape, slot.dtype) for slot in args)
 
     def fill(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Return such arguments, with `tensors` in place."""

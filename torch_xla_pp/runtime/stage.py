@@ -47,7 +47,6 @@ from torch_xla_pp.state import (
     SavedValues,
     StageMemory,
     optimizer_bytes,
-    total_bytes,
 )
 from torch_xla_pp.torch_compat import SilentStage
 from torch_xla_pp.transport import of_group
@@ -216,8 +215,7 @@ class PipelineStage(SilentStage):
             # Last, as it may wait for a message.
             values |= links.receive_inputs(fwd_chunk_id)
             result = forward(fixed, values | storages, seed)
-            given_bytes = total_bytes(values, sizes)
-            self.saved.note_run(programs.extra, given_bytes)
+            self.saved.note_run(programs.extra, sizes.of(values))
             self.model.state.update_buffers(result.updates)
             if self.has_backward:
                 self.saved.put("saved", fwd_chunk_id, result.live, sizes)

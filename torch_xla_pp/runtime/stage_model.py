@@ -338,8 +338,9 @@ class StageModel:
             StageShapeError: They differ from those of this kind of step.
         """
         own = {k: v for k, v in kwargs.items() if plan.takes(k)}
-        arguments, outside = Arguments.of(args, own)
-        if arguments != plan.given_arguments:
+        outside = plan.given_arguments.tensors_of(args, own)
+        if outside is None:
+            arguments, _ = Arguments.of(args, own)
             raise StageShapeError(
                 f"stage {self.index}, microbatch {microbatch}: expected "
                 f"arguments {plan.given_arguments}, got {arguments}. "
@@ -350,7 +351,8 @@ class StageModel:
             self.world.pin(value, spec.partition)
             for value, spec in zip(outside, plan.given, strict=True)
         ]
-        xla_compat.materialize(given)
+        if any(xla_compat.are_pending(given)):
+            xla_compat.materialize(given)
         first = len(plan.received)
         return {input_role(i): value for i, value in enumerate(given, first)}
 

@@ -9,7 +9,6 @@ from torch_xla_pp.state.saved import (
     SavedValues,
     StageMemory,
     optimizer_bytes,
-    total_bytes,
 )
 
 __all__ = [
@@ -21,5 +20,4 @@ __all__ = [
     "SavedValues",
     "StageMemory",
     "optimizer_bytes",
-    "total_bytes",
 ]

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import Function, Program, ProgramSpec, copied
-from torch_xla_pp.state.saved import total_bytes
+from torch_xla_pp.compile import Function, Program, ProgramSpec, ValueSizes, copied
 
 
 class GatheredWeights:
@@ -26,7 +25,7 @@ class GatheredWeights:
     def __init__(self, used: Mapping[str, xla_compat.OpSharding]) -> None:
         self._roles = list(used)
         self._values: dict[str, Tensor] = {}
-        self._sizes: dict[str, int] = {}
+        self._sizes = ValueSizes()
         self.num_bytes = 0
         self.program: Program | None = None
         if used:
@@ -44,7 +43,7 @@ class GatheredWeights:
         if self.program is not None and not self._values:
             made = self.program(fixed)
             self._values = {role: made[copied(role)] for role in self._roles}
-            self.num_bytes = total_bytes(self._values, self._sizes)
+            self.num_bytes = self._sizes.of(self._values)
         return {**fixed, **self._values}
 
     def drop(self) -> None:

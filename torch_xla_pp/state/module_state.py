@@ -266,10 +266,11 @@ class ModuleState:
 
     def _check_shardings(self) -> None:
         """Annotate values; refuse shardings that changed since the first step."""
-        for value in self.fixed.values():
-            if not xla_compat.sharding_texts([value])[0]:
-                xla_compat.annotate(value, xla_compat.replicated_sharding())
-        texts = dict(zip(self.fixed, _texts(list(self.fixed.values())), strict=True))
+        values = list(self.fixed.values())
+        found = xla_compat.sharding_texts(values)
+        for value in (x for x, text in zip(values, found, strict=True) if not text):
+            xla_compat.annotate(value, xla_compat.replicated_sharding())
+        texts = dict(zip(self.fixed, _texts(values), strict=True))
         changed = [
             f"{role}: expected {self._texts[role]}, got {text}"
             for role, text in texts.items()

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import device_bytes
+from torch_xla_pp.compile import ValueSizes, device_bytes
 from torch_xla_pp.state.donated import DonatedValues
 
 SavedKind = Literal["saved", "residual", "output", "loss", "kept", "free"]
@@ -40,23 +40,6 @@ SavedKind = Literal["saved", "residual", "output", "loss", "kept", "free"]
 * "kept": the stage's output, which the schedule returns at the end of the step
 * "free": values of no microbatch, see above
 """
-
-
-def total_bytes(values: Mapping[str, Tensor], sizes: dict[str, int]) -> int:
-    """Return the bytes of values on one device.
-
-    Reading a value's size takes microseconds, so each name is read once: values of one
-    set of programs always have the same size.
-
-    Args:
-        values: By name.
-        sizes: The bytes of names that are known; others are added.
-    """
-    new = [name for name in values if name not in sizes]
-    if new:
-        found = device_bytes([values[name] for name in new])
-        sizes.update(zip(new, found, strict=True))
-    return sum(map(sizes.__getitem__, values))
 
 
 class Size(NamedTuple):
@@ -169,7 +152,7 @@ class SavedValues:
         # Free values by name, whose they are, and their sizes.
         self._free: dict[str, list[Tensor]] = {}
         self._maker: object = None
-        self._free_sizes: dict[str, int] = {}
+        self._free_sizes = ValueSizes()
         # Those that the next program takes, and that earlier ones took.
         self._given: dict[str, Tensor] = {}
         self._donated = DonatedValues()
@@ -207,10 +190,10 @@ class SavedValues:
         kind: SavedKind,
         microbatch: int,
         values: dict[str, Tensor],
-        sizes: dict[str, int],
+        sizes: ValueSizes,
     ) -> None:
-        """Keep values of a microbatch until they are taken; `sizes` caches bytes."""
-        total_bytes(values, sizes)
+        """Keep values of a microbatch until they are taken."""
+        sizes.add(values)
         size = self._size_of(values, sizes)
         read_bytes = self._size_of(values.keys() & self._read, sizes).small_bytes
         self._values[kind, microbatch] = values
@@ -218,7 +201,7 @@ class SavedValues:
         for held in (self.own, self.of_rank):
             held.put(kind, size, read_bytes)
 
-    def free(self, values: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
+    def free(self, values: Mapping[str, Tensor], sizes: ValueSizes) -> None:
         """Keep values that nobody reads any more for the programs that made them.
 
         Args:
@@ -227,7 +210,7 @@ class SavedValues:
         """
         for name, value in values.items():
             self._free.setdefault(name, []).append(value)
-            self._free_sizes[name] = sizes[name]
+        self._free_sizes = sizes
         size = self._size_of(values, sizes)
         read_bytes = self._size_of(values.keys() & self._read, sizes).small_bytes
         for held in (self.own, self.of_rank):
@@ -256,15 +239,19 @@ class SavedValues:
         size = self._size_of_free()
         for held in (self.own, self.of_rank):
             held.take("free", size)
-        self._free, self._free_sizes = {}, {}
+        self._free = {}
 
     def _size_of_free(self) -> Size:
-        names = [name for name, values in self._free.items() for _ in values]
-        return self._size_of(names, self._free_sizes)
+        found = [
+            self._size_of([name], self._free_sizes)
+            for name, values in self._free.items()
+            for _ in values
+        ]
+        return Size(sum(x.num_bytes for x in found), sum(x.small_bytes for x in found))
 
-    def _size_of(self, names: Iterable[str], sizes: Mapping[str, int]) -> Size:
-        found = [sizes[name] for name in names]
-        return Size(sum(found), sum(x for x in found if x <= self._most_small))
+    def _size_of(self, names: Iterable[str], sizes: ValueSizes) -> Size:
+        names = frozenset(names)
+        return Size(sizes.total(names), sizes.total(names, self._most_small))
 
     def has(self, kind: SavedKind, microbatch: int) -> bool:
         """Return whether there are values to take."""

@@ -22,12 +22,13 @@ from torch_xla_pp.compile import (
     ProgramSpec,
     StagePrograms,
     SummedGrads,
+    ValueSizes,
     accumulated,
     accumulator,
     device_bytes,
     given_grad,
 )
-from torch_xla_pp.state import DonatedValues, ModuleState, total_bytes
+from torch_xla_pp.state import DonatedValues, ModuleState
 
 
 class GradientSums:
@@ -114,7 +115,7 @@ class GradientSums:
             parts = own.parts(self._sums)
             names = {bundle.name for bundle in own.summed.bundles}
             self._sums = {n: x for n, x in self._sums.items() if n not in names} | parts
-        self._sum_bytes = total_bytes(self._sums, own.sizes)
+        self._sum_bytes = own.sizes.of(self._sums)
         if own.summed.groups and self._sums:
             reduced = own.reduce(self._sums, self._state.grads())
             self._donated.add([self._sums[name] for name in reduced])
@@ -142,12 +143,12 @@ class SumPrograms:
 
     Attributes:
         summed: As given.
-        sizes: Bytes of the sums by name, as far as they are known.
+        sizes: The bytes of the sums.
     """
 
     def __init__(self, summed: SummedGrads) -> None:
         self.summed = summed
-        self.sizes: dict[str, int] = {}
+        self.sizes = ValueSizes()
         # Keyed by the parameters that have a gradient already.
         self._starts: dict[tuple[str, ...], Program] = {}
         self._reductions: dict[tuple[str, ...], Program] = {}

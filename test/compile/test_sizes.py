@@ -1,0 +1,18 @@
+"""Sizes of values are read once, and their sums are kept."""
+
+import pytest
+
+from torch_xla_pp.compile import ValueSizes
+
+pytestmark = pytest.mark.pure
+
+
+def test_sums_are_those_of_the_names_and_of_values_that_are_small_enough() -> None:
+    sizes = ValueSizes({"a": 100, "b": 60, "c": 7})
+    for _ in range(2):
+        assert sizes.total(["a", "b"]) == sizes.total(["b", "a"]) == 160
+        assert sizes.total(["a", "b"], 60) == 60
+        assert sizes.total(["a", "b", "c"], 60) == 67
+        assert sizes.total(["a", "b"], 5) == sizes.total([]) == 0
+    with pytest.raises(KeyError):
+        sizes.total(["unknown"])
