@@ -1,4 +1,4 @@
-"""The model that the benchmarks train: a GPT of equal parts, and its data."""
+"""The models that the benchmarks train, of a GPT's blocks, and their data."""
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,30 @@ class Part(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x if self.head is None else self.head(x)
+
+
+class Branches(nn.Module):
+    """As MMT of GraphPipe: a branch of blocks for each input, joined by a head.
+
+    Args:
+        size: As in `SIZES`; half of the layers are in each branch.
+    """
+
+    def __init__(self, size: dict[str, int]) -> None:
+        super().__init__()
+        width, vocab = size["width"], size.get("vocab", VOCAB)
+        count = size["layers"] // 2
+        self.embeds = nn.ModuleList(nn.Embedding(vocab, width) for _ in "ab")
+        self.branches = nn.ModuleList(
+            nn.Sequential(*(Block(width, size["heads"]) for _ in range(count)))
+            for _ in "ab"
+        )
+        self.head = nn.Linear(2 * width, vocab)
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        """Return logits, `(B, L, vocab)`."""
+        pairs = zip(self.embeds, self.branches, (one, other), strict=True)
+        return self.head(torch.cat([branch(e(x)) for e, branch, x in pairs], -1))
 
 
 def make_part(stage: int, num_stages: int, size: dict[str, int]) -> Part:

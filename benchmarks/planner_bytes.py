@@ -60,29 +60,10 @@ class Model(nn.Module):
         return self.part(tokens)
 
 
-class Branches(nn.Module):
-    """As MMT of GraphPipe: a branch of blocks for each input, joined by a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        width, heads = SIZE["width"], SIZE["heads"]
-        self.embeds = nn.ModuleList(nn.Embedding(SIZE["vocab"], width) for _ in "ab")
-        self.branches = nn.ModuleList(
-            nn.Sequential(gpt.Block(width, heads), gpt.Block(width, heads))
-            for _ in "ab"
-        )
-        self.head = nn.Linear(2 * width, SIZE["vocab"])
-
-    def forward(self, one: Tensor, other: Tensor) -> Tensor:
-        """Return logits, `(B, L, vocab)`."""
-        pairs = zip(self.embeds, self.branches, (one, other), strict=True)
-        return self.head(torch.cat([branch(e(x)) for e, branch, x in pairs], -1))
-
-
 def model_of(name: str) -> nn.Module:
     """Return a model."""
     torch.manual_seed(0)
-    return Branches() if name == "mmt" else Model(name == "tied")
+    return gpt.Branches(SIZE) if name == "mmt" else Model(name == "tied")
 
 
 def batch_of(name: str) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -25,35 +25,25 @@ The last line has `regret`: by how much the chosen plan took longer than the fas
 """
 
 import argparse
-import copy
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import median, quantiles
 from typing import Any
 
 import gpt
-import sides
+import planner_runs as runs
 import torch
-import torch.distributed as dist
-from pinning import check_pinned
 from torch import Tensor, nn
 
 from torch_xla_pp.planner import MeasuredCosts, PipelinePlan, make_plan
-from torch_xla_pp.planner.devices import Cluster, DeviceSpec, link_between_ranks
-from torch_xla_pp.planner.evaluation import Cut, Evaluator, Setting
-from torch_xla_pp.planner.plan_parts import plan_of
-from torch_xla_pp.planner.search import SearchResult
-from torch_xla_pp.planner.settings import Request
-from torch_xla_pp.planner.work_costs import WorkTable
-from torch_xla_pp.simulate import simulate
+from torch_xla_pp.planner.evaluation import Evaluator, Setting
 from torch_xla_pp.work import WorkGraph
 
 FACTORS = (1, 1, 2, 2, 4, 4, 8, 2, 1, 1)
 SIZE = {"width": 256, "heads": 4, "layers": 1, "length": 128, "vocab": 2048}
 ROWS = 32
-ROUNDS, WARM_UP_ROUNDS = 7, 2
+ROUNDS = 7
 SCHEDULES = ("1f1b", "zb1p", "interleaved", "zbv", "gpipe")
 
 
@@ -85,47 +75,24 @@ class UnevenGpt(nn.Module):
         return self.head(x)
 
 
-def example_of(rows: int) -> tuple[Tensor, Tensor]:
+def example_of(rows: int) -> runs.Batch:
     """Return tokens and targets, each `(rows, length)`."""
     tokens, targets = gpt.make_batch(rows // gpt.ROWS, SIZE)
-    return tokens, targets
+    return (tokens,), targets
 
 
 def measured(cores: Sequence[int], counts: Sequence[int]) -> tuple[str, str]:
     """Return the work of the model, and what it takes on this rank, as JSON."""
-    import torch_xla_pp as xpp
-
-    core = sides.join(cores)
-    groups = [dist.new_group([rank], backend="xla_pp") for rank in range(2)]
     rows = sorted({ROWS // count for count in counts})
-    tokens, targets = example_of(max(rows))
-    model = UnevenGpt()
-    work = xpp.trace_work(model, (tokens,))
-    costs = xpp.measure_work(
-        work,
-        model,
-        (tokens,),
-        loss_fn=gpt.loss_fn,
-        target=targets,
-        rows=rows,
-        group=groups[dist.get_rank()],
-    )
-    check_pinned(core)
-    return work.to_json(), costs.to_json()
+    return runs.measure(cores, UnevenGpt, example_of(max(rows)), rows)
 
 
 def plans_of(
     work: WorkGraph, costs: MeasuredCosts, counts: Sequence[int], num_cuts: int
 ) -> tuple[list[str], list[bool]]:
     """Return plans as JSON, and which of them is the planner's choice."""
-    options: dict[str, Any] = {
-        "rows": ROWS,
-        "ranks": 2,
-        "replicas": (1,),
-        "costs": costs,
-        "optimizer": "sgd",
-        "remat": ("none",),
-    }
+    options: dict[str, Any] = {**runs.OPTIONS, "rows": ROWS, "costs": costs}
+    evaluator = runs.evaluator_of(work, costs)
     chosen = make_plan(work, microbatches=counts, schedules=SCHEDULES, **options)
     found = {_name(chosen): chosen}
     for count in counts:
@@ -134,27 +101,17 @@ def plans_of(
             found.setdefault(_name(plan), plan)
         middle = len(work.works) // 2
         for border in range(middle - num_cuts // 2, middle - num_cuts // 2 + num_cuts):
-            plan = _cut_at(work, costs, border, count)
+            plan = _cut_at(evaluator, border, count)
             found.setdefault(_name(plan), plan)
     plans = found.values()
     return [plan.to_json() for plan in plans], [plan is chosen for plan in plans]
 
 
-def _cut_at(
-    work: WorkGraph, costs: MeasuredCosts, border: int, count: int
-) -> PipelinePlan:
+def _cut_at(evaluator: Evaluator, border: int, count: int) -> PipelinePlan:
     """Return the plan of two stages with a given border under 1F1B."""
-    device = replace(DeviceSpec.named("cpu"), action_s=costs.action_s)
-    network = link_between_ranks(device)
-    cluster = Cluster(device=device, num_devices=2, network=network)
-    evaluator = Evaluator(
-        table=WorkTable(work, costs), cluster=cluster, optimizer_bytes=0.0
-    )
     setting = Setting(num_ranks=2, rows=ROWS // count, num_microbatches=count)
-    stages = tuple(int(place >= border) for place in range(len(work.works)))
-    cut = Cut(setting=setting, stages=stages, remat=("none", "none"))
-    best = evaluator.evaluate(cut)
-    return plan_of(Request(rows=ROWS), evaluator, best, SearchResult(), (), {})
+    stages = [int(place >= border) for place in range(evaluator.table.num_works)]
+    return runs.plan_of_cut(evaluator, runs.cut_into(stages, setting))
 
 
 def _name(plan: PipelinePlan) -> tuple[Any, ...]:
@@ -166,37 +123,13 @@ def recorded(
     texts: Sequence[str], cores: Sequence[int], rounds: int
 ) -> list[list[float]]:
     """Run plans in turns, and return the seconds of their recorded steps."""
-    import torch_xla_pp as xpp
-
-    core = sides.join(cores)
-    model = UnevenGpt()
-    tokens, targets = example_of(ROWS)
-    made = []
-    for text in texts:
-        plan = PipelinePlan.from_json(text)
-        mesh = xpp.init_device_mesh("xla", plan=plan)
-        rows = plan.batch.rows_per_microbatch
-        pipe = xpp.pipeline(copy.deepcopy(model), (tokens[:rows],), plan=plan)
-        stages = pipe.build_stages(mesh)
-        schedule = pipe.make_schedule(stages, loss_fn=gpt.loss_fn)
-        inputs = (tokens,) if any(stage.is_first for stage in stages) else ()
-        made.append((schedule, inputs))
-    found: list[list[float]] = [[] for _ in made]
-    for turn in range(WARM_UP_ROUNDS + rounds):
-        for (schedule, inputs), seconds in zip(made, found, strict=True):
-            with xpp.profile_step(schedule) as profile:
-                schedule.step(*inputs, target=targets, losses=[])
-            if turn >= WARM_UP_ROUNDS:
-                seconds.append(profile.timeline.step_s)
-    check_pinned(core)
-    return found
+    return runs.record(cores, UnevenGpt, example_of, texts, rounds)
 
 
 def row_of(text: str, seconds: Sequence[float], is_chosen: bool) -> dict[str, Any]:
     """Return what is measured of a plan beside what it predicts."""
     plan = PipelinePlan.from_json(text)
-    step = simulate(plan.table(), plan.stage_costs(), plan.network())
-    measured_s = median(seconds)
+    predicted_s, measured_s = runs.predicted_s(plan), median(seconds)
     low, _, high = quantiles(seconds, n=4)
     return {
         "plan": "+".join(str(len(stage.ops)) for stage in plan.stages),
@@ -204,8 +137,8 @@ def row_of(text: str, seconds: Sequence[float], is_chosen: bool) -> dict[str, An
         "microbatches": plan.batch.microbatches,
         "measured_s": measured_s,
         "quartiles_s": (low, high),
-        "predicted_s": step.step_s,
-        "error": step.step_s / measured_s - 1,
+        "predicted_s": predicted_s,
+        "error": predicted_s / measured_s - 1,
         "chosen": is_chosen,
     }
 
