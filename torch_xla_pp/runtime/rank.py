@@ -21,13 +21,7 @@ from torch import nn
 
 from torch_xla_pp import cpu, xla_compat
 from torch_xla_pp.channels import Links, Marks, Observer
-from torch_xla_pp.compile import (
-    CompiledStage,
-    StageKind,
-    StageLoss,
-    StagePrograms,
-    ValueSizes,
-)
+from torch_xla_pp.compile import CompiledStage, StageKind, StageLoss, StagePrograms
 from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.plan import StagePlan, random_seed
@@ -95,7 +89,6 @@ class Run(NamedTuple):
         compiled: The stage compiled for it.
         programs: Its programs.
         links: Its channels to other stages.
-        sizes: The bytes of its values.
         is_given: Whether the schedule passes arguments to it.
         marks: Operands by which programs note their times, if the step is observed.
     """
@@ -104,7 +97,6 @@ class Run(NamedTuple):
     compiled: CompiledStage[Links]
     programs: StagePrograms
     links: Links
-    sizes: ValueSizes
     is_given: bool
     marks: Marks = MappingProxyType({})
 
@@ -116,7 +108,6 @@ class Run(NamedTuple):
             compiled=compiled,
             programs=compiled.programs,
             links=compiled.links,
-            sizes=compiled.sizes,
             is_given=plan.is_given,
         )
 

@@ -201,7 +201,7 @@ class PipelineStage(SilentStage):
             computed.
         """
         with self.rank.action(self, "F", fwd_chunk_id, (args, kwargs or {})) as run:
-            programs, links, sizes = run.programs, run.links, run.sizes
+            programs, links, sizes = run.programs, run.links, run.compiled.sizes
             args = args if self.rank.is_lowest(self.stage_index) else ()
             values = dict(run.marks)
             if args or kwargs or run.is_given:
@@ -254,8 +254,8 @@ class PipelineStage(SilentStage):
                 grads, residual = programs.backward_input(fixed, values | storages)
             self.saved.note_run(programs.extra)
             if not full_backward:
-                self.saved.put("residual", bwd_chunk_id, residual, run.sizes)
-            self.saved.free(programs.recycled_in(values, residual), run.sizes)
+                self.saved.put("residual", bwd_chunk_id, residual, run.compiled.sizes)
+            self.saved.free(programs.recycled_in(values, residual), run.compiled.sizes)
             links.send_grads(bwd_chunk_id, grads)
 
     def backward_weight_one_chunk(
@@ -270,7 +270,7 @@ class PipelineStage(SilentStage):
             values |= self.model.sums.values(programs)
             sums = programs.backward_weight(self.model.state.values(), values)
             self.saved.note_run(programs.extra)
-            self.saved.free(programs.recycled_in(values), run.sizes)
+            self.saved.free(programs.recycled_in(values), run.compiled.sizes)
             self.model.sums.advance(sums)
 
     # Called by the rank's pipeline.
