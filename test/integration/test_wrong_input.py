@@ -87,6 +87,21 @@ def test_a_target_that_does_not_divide_into_microbatches(worlds: Worlds) -> None
         assert "divide into 4 equal microbatches, got 7 rows" in text
 
 
+def input_that_needs_a_gradient() -> None:
+    dist.init_process_group("xla_pp")
+    rank, x = dist.get_rank(), torch.zeros(4, 8)
+    stage = xpp.PipelineStage(nn.Linear(8, 8), rank, 2, xpp.device())
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, _: output.sum())
+    for needs_grad in (False, True):
+        args = () if rank else (x.requires_grad_(needs_grad),)
+        schedule.step(*args, target=x if rank else None)
+
+
+def test_an_input_that_needs_a_gradient_in_a_later_step(worlds: Worlds) -> None:
+    for text in raised_on_every_rank(worlds, input_that_needs_a_gradient):
+        assert "stage 0: expected inputs that need no gradient, got one with" in text
+
+
 def uneven_rows() -> None:
     job = Job(frontend="manual", devices=2, rows=12)
     stages = stages_of(job)

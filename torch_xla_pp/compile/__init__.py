@@ -55,7 +55,7 @@ from torch_xla_pp.compile.program import (
 )
 from torch_xla_pp.compile.program_spec import ProgramSpec
 from torch_xla_pp.compile.rank_rules import is_constrained, library_rules, rules_of
-from torch_xla_pp.compile.sizes import ValueSizes, device_bytes
+from torch_xla_pp.compile.sizes import device_bytes
 from torch_xla_pp.compile.stage_compiler import (
     CompiledStage,
     StageCompiler,
@@ -64,7 +64,12 @@ from torch_xla_pp.compile.stage_compiler import (
     example_of,
 )
 from torch_xla_pp.compile.stage_loss import RowWeights, StageLoss
-from torch_xla_pp.compile.stage_programs import Forwarded, StagePrograms, SummedGrads
+from torch_xla_pp.compile.stage_programs import (
+    Forwarded,
+    StagePrograms,
+    SummedGrads,
+    ValueSizes,
+)
 from torch_xla_pp.compile.stage_specs import Borders, ProgramName, tangent_name
 from torch_xla_pp.compile.stage_tracer import StageTracer
 

@@ -11,8 +11,7 @@ from torch_xla_pp.compile.group_sums.grouping import grouping_of
 from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.partition import Remat
 from torch_xla_pp.compile.rank_rules import rules_of
-from torch_xla_pp.compile.sizes import ValueSizes
-from torch_xla_pp.compile.stage_programs import StagePrograms
+from torch_xla_pp.compile.stage_programs import StagePrograms, ValueSizes
 from torch_xla_pp.compile.stage_specs import Borders
 from torch_xla_pp.compile.stage_tracer import StageCall, StageTracer, example_like
 from torch_xla_pp.errors import PipelineError, StageShapeError

@@ -5,7 +5,7 @@ parameters, buffers, constants and gradient sums. `live` values belong to one mi
 and die with its backward.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.names import accumulated, accumulator, storage_of
 from torch_xla_pp.compile.partition import Remat, partition_joint
 from torch_xla_pp.compile.program import BoundValues, Constants, Program
+from torch_xla_pp.compile.sizes import device_bytes
 from torch_xla_pp.compile.stage_specs import (
     Borders,
     ProgramName,
@@ -58,6 +59,48 @@ class SummedGrads(NamedTuple):
     sums: Mapping[str, xla_compat.OpSharding]
     groups: Mapping[str, int]
     bundles: Sequence[Bundle] = ()
+
+
+class ValueSizes:
+    """The bytes of values on one device by their names.
+
+    Reading a value's size takes microseconds, so each name is read once: values of one
+    set of programs always have the same size. Names that come together once do so
+    again, so their sums are kept, too.
+
+    Args:
+        known: Bytes by name.
+    """
+
+    def __init__(self, known: Mapping[str, int] | None = None) -> None:
+        self._bytes = dict(known or {})
+        self._sums: dict[tuple[frozenset[str], int | None], int] = {}
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Read the sizes of values whose names are new."""
+        new = [name for name in values if name not in self._bytes]
+        if new:
+            found = device_bytes([values[name] for name in new])
+            self._bytes.update(zip(new, found, strict=True))
+
+    def of(self, values: Mapping[str, Tensor]) -> int:
+        """Return the bytes of values together."""
+        self.add(values)
+        return self.total(values)
+
+    def total(self, names: Iterable[str], most: int | None = None) -> int:
+        """Return the bytes of values of these names together.
+
+        Args:
+            names: Their names, all of them known.
+            most: The size of the largest that count, None for any size.
+        """
+        key = frozenset(names), most
+        if key not in self._sums:
+            found = [self._bytes[name] for name in key[0]]
+            counted = [x for x in found if most is None or x <= most]
+            self._sums[key] = sum(counted)
+        return self._sums[key]
 
 
 class StagePrograms:

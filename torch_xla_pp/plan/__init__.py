@@ -15,6 +15,7 @@ from torch_xla_pp.plan.stage_plan import (
     StagePlanner,
     Tilings,
     check_kwargs,
+    check_no_grad,
     describe_all,
 )
 from torch_xla_pp.plan.step_kind import (
@@ -45,6 +46,7 @@ __all__ = [
     "Wiring",
     "autocast_dtype",
     "check_kwargs",
+    "check_no_grad",
     "describe_all",
     "random_seed",
     "replica_faults",

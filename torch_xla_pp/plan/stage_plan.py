@@ -151,6 +151,7 @@ class StagePlanner:
         parameters = self.free_parameters(len(taken_args), list(taken_kwargs))
         own = {k: v for k, v in kwargs.items() if parameters is None or k in parameters}
         given_arguments, outside = Arguments.of(args, own)
+        check_no_grad(self.stage, outside)
         previous = offers.get(self.stage - 1)
         rows = _first_rows(outside) if previous is None else previous.rows
         self.layout.check_batch(rows)
@@ -200,12 +201,6 @@ class StagePlanner:
         )
 
     def _given_spec(self, value: Tensor, rows: int) -> TensorSpec:
-        if value.requires_grad:
-            raise ValueError(
-                f"stage {self.stage}: expected inputs that need no gradient, "
-                "got one with requires_grad=True. Detach it; gradients of a "
-                "pipeline's inputs are not computed."
-            )
         partition = self.layout.batch_partition(tuple(value.shape), rows)
         return TensorSpec.of(value, partition, False)
 
@@ -236,6 +231,24 @@ def cast_inputs(
         else text
         for text, spec in zip(own, offered, strict=True)
     ]
+
+
+def check_no_grad(stage: int, values: Sequence[Tensor]) -> None:
+    """Refuse arguments of a step that need a gradient.
+
+    Args:
+        stage: The stage that takes them.
+        values: The tensors among them.
+
+    Raises:
+        ValueError: One does.
+    """
+    if any(value.requires_grad for value in values):
+        raise ValueError(
+            f"stage {stage}: expected inputs that need no gradient, got one with "
+            "requires_grad=True. Detach it; gradients of a pipeline's inputs are not "
+            "computed."
+        )
 
 
 def check_fits(

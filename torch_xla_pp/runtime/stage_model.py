@@ -47,6 +47,7 @@ from torch_xla_pp.plan import (
     Value,
     Wiring,
     autocast_dtype,
+    check_no_grad,
     describe_all,
 )
 from torch_xla_pp.runtime.gradients.finish import StageGradients
@@ -336,6 +337,7 @@ class StageModel:
 
         Raises:
             StageShapeError: They differ from those of this kind of step.
+            ValueError: One needs a gradient.
         """
         own = {k: v for k, v in kwargs.items() if plan.takes(k)}
         outside = plan.given_arguments.tensors_of(args, own)
@@ -347,14 +349,14 @@ class StageModel:
                 "Use a batch that divides into equal microbatches; arguments of a "
                 "later stage may change only when the first stage's do."
             )
+        check_no_grad(self.index, outside)
         given = [
             self.world.pin(value, spec.partition)
             for value, spec in zip(outside, plan.given, strict=True)
         ]
         if any(xla_compat.are_pending(given)):
             xla_compat.materialize(given)
-        first = len(plan.received)
-        return {input_role(i): value for i, value in enumerate(given, first)}
+        return {input_role(i): x for i, x in enumerate(given, len(plan.received))}
 
     # When asked.
 
