@@ -38,6 +38,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import gpt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -122,8 +123,6 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 def make_stage(blocks: int) -> nn.Module:
     """Return a linear layer, or so many transformer blocks."""
-    import gpt
-
     if not blocks:
         return nn.Linear(WIDTH, WIDTH)
     return nn.Sequential(*[gpt.Block(WIDTH, HEADS) for _ in range(blocks)])
@@ -274,8 +273,7 @@ def main() -> None:
 
     action_s = (options.action_us or 0.0) / 1e6
     if options.action_us is None:
-        measured = (options.ranks, options.blocks, options.microbatches)
-        for row in measured_rows(*measured):
+        for row in measured_rows(options.ranks, options.blocks, options.microbatches):
             action_s = max(action_s, row["main_s"])
             show(row)
     for row in pipeline_rows(action_s, options.work_ms / 1e3):

@@ -46,6 +46,8 @@ from torch_xla_pp.state.pending_updates import compute_updates
 from torch_xla_pp.torch_compat import take_value
 from torch_xla_pp.world import World
 
+_REPLICATED = "{replicated}"
+
 
 class ModuleState:
     """The values of a stage's module, on the devices of its rank.
@@ -266,11 +268,11 @@ class ModuleState:
 
     def _check_shardings(self) -> None:
         """Annotate values; refuse shardings that changed since the first step."""
-        values = list(self.fixed.values())
-        found = xla_compat.sharding_texts(values)
-        for value in (x for x, text in zip(values, found, strict=True) if not text):
-            xla_compat.annotate(value, xla_compat.replicated_sharding())
-        texts = dict(zip(self.fixed, _texts(values), strict=True))
+        found = xla_compat.sharding_texts([*self.fixed.values()])
+        texts = dict(zip(self.fixed, found, strict=True))
+        for role in [role for role, text in texts.items() if not text]:
+            xla_compat.annotate(self.fixed[role], xla_compat.replicated_sharding())
+            texts[role] = _REPLICATED
         changed = [
             f"{role}: expected {self._texts[role]}, got {text}"
             for role, text in texts.items()
@@ -346,7 +348,7 @@ def _like(grad: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _texts(tensors: list[Tensor]) -> list[str]:
-    return [text or "{replicated}" for text in xla_compat.sharding_texts(tensors)]
+    return [text or _REPLICATED for text in xla_compat.sharding_texts(tensors)]
 
 
 def _role(place: TensorPlace) -> str:
