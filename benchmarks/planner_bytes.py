@@ -19,9 +19,9 @@ rank: The rank; all its stages count together, at one time.
 part: `state`: parameters, gradients and the optimizer's state. `between`: the most that
     is held between programs: saved values, what goes from I to W, outputs.
 predicted_bytes: What the plan says of one device.
-measured_bytes: What the stages hold on it, as `peak_memory()` counts it, but for free
-    memory that waits for the next values, on CPU devices: these are
-free_bytes: By how much the most that is held is larger with it.
+measured_bytes: What the stages hold on it, as `rank_memory()` counts it, on CPU devices
+    with free memory that waits for the next values.
+free_bytes: By how much the most that is held is larger with that.
 error: By which part of the measured bytes the prediction is too large.
 """
 
@@ -94,17 +94,16 @@ def sharding_of(name: str) -> Any:
 
 
 def watch(stages: list[Any]) -> list[int]:
-    """Let stages note the most they hold together, without what is free and with it."""
-    most = [0, 0]
+    """Let stages note the most they hold together without what is free."""
+    most = [0]
 
     def put_of(saved: Any) -> Any:
         put = saved.put
 
         def noted(*args: Any) -> None:
             put(*args)
-            free = sum(stage.saved.free_bytes for stage in stages)
-            held = sum(stage.saved.num_bytes for stage in stages)
-            most[:] = max(most[0], held - free), max(most[1], held)
+            held = saved.of_rank.num_bytes - saved.free_bytes
+            most[0] = max(most[0], held)
 
         return noted
 
@@ -165,22 +164,24 @@ def measure(cell: dict[str, Any]) -> list[dict[str, Any]]:
         schedule.step(*given, return_outputs=False, **kwargs)
         optimizer.step()
         optimizer.zero_grad()
-    held = [stage.peak_memory() for stage in stages]
+    held = stages[0].rank_memory()
     predicted = plan.predicted.ranks[dist.get_rank()].bytes
     measured = {
-        "state": sum(memory.state_bytes + memory.optimizer_bytes for memory in held),
-        "between": most[0],
+        "state": held.state_bytes + held.optimizer_bytes,
+        "between": held.held_bytes,
+        "peak": held.peak_bytes,
     }
     expected = {
         "state": predicted.state,
         "between": predicted.saved + predicted.passed + predicted.outputs,
+        "peak": predicted.total,
     }
     return [
         {
             "part": part,
             "predicted_bytes": expected[part],
             "measured_bytes": measured[part],
-            "free_bytes": most[1] - most[0] if part == "between" else 0,
+            "free_bytes": measured[part] - most[0] if part == "between" else 0,
             "error": expected[part] / measured[part] - 1,
         }
         for part in measured

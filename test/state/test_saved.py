@@ -97,23 +97,31 @@ def names_of(*results: str) -> dict[str, str]:
     return {name: f"storage of {name}" for name in results}
 
 
-def test_free_values_go_to_the_programs_that_made_them() -> None:
+def test_free_values_go_to_results_of_their_size() -> None:
     saved, maker = saved_values(), object()
-    assert saved.storages(maker, names_of("a", "b")) == {}
-    free = values("a", "b")
+    assert saved.storages(maker, names_of("a", "b"), SIZES) == {}
+    free = values("a", "b", "logits")
     saved.free(free, SIZES)
-    found = saved.storages(maker, names_of("b", "large"))
-    assert found == {"storage of b": free["b"]}
-    assert saved.storages(maker, names_of("b")) == {}
-    assert saved.storages(object(), names_of("a")) == {}
-    assert saved.storages(maker, names_of("a")) == {}
+    assert saved.free_bytes == 240
+    found = saved.storages(maker, names_of("large", "grad", "b"), SIZES)
+    assert found == {"storage of grad": free["logits"], "storage of b": free["b"]}
+    assert saved.storages(maker, names_of("grad", "unknown"), SIZES) == {}
+    assert saved.free_bytes == 100
+
+
+def test_free_values_go_when_the_programs_change() -> None:
+    saved, maker = saved_values(), object()
+    saved.storages(maker, names_of("a"), SIZES)
+    saved.free(values("a"), SIZES)
+    assert saved.storages(object(), names_of("a"), SIZES) == {}
+    assert saved.storages(maker, names_of("a"), SIZES) == {}
 
 
 def test_what_takes_the_memory_of_free_values_is_counted_once() -> None:
     saved, maker = saved_values(), object()
-    saved.storages(maker, names_of("a"))
+    saved.storages(maker, names_of("a"), SIZES)
     for microbatch in range(4):
-        saved.storages(maker, names_of("a", "large"))
+        saved.storages(maker, names_of("a", "large"), SIZES)
         # What the program makes beside its arguments: the first one, all of it.
         saved.note_run(ExtraBytes(0 if microbatch else 1100))
         saved.put("saved", microbatch, values("a", "large"), SIZES)
@@ -126,15 +134,36 @@ def test_what_takes_the_memory_of_free_values_is_counted_once() -> None:
 
 def test_free_values_stay_from_step_to_step_and_count() -> None:
     saved, maker = saved_values(), object()
-    saved.storages(maker, {})
+    saved.storages(maker, {}, SIZES)
     saved.free(values("a", "b"), SIZES)
     saved.clear()
-    saved.share(saved)
+    saved.share(saved, 1)
     for held in (saved.own, saved.of_rank):
         assert (held.num_bytes, held.most_held, held.most_saved) == (160, 160, 0)
     saved.drop_free()
     assert saved.num_bytes == saved.of_rank.num_bytes == 0
-    assert saved.storages(maker, names_of("a")) == {}
+    assert saved.storages(maker, names_of("a"), SIZES) == {}
+
+
+def test_stages_of_a_rank_take_the_memory_of_each_other() -> None:
+    first, second = saved_values(), saved_values()
+    for saved in (first, second):
+        saved.share(first, 2)
+    rank = first.of_rank
+    for saved, num_made in ((first, 2), (second, 0), (first, 0), (second, 0)):
+        storages = saved.storages(saved, names_of("a", "b"), SIZES)
+        assert len(storages) == 2 - num_made
+        saved.note_run(ExtraBytes(80 * num_made))
+        saved.put("saved", 0, values("a", "b"), SIZES)
+        # Only the rank counts what is free.
+        assert (first.own.num_bytes, second.own.num_bytes) in ((160, 0), (0, 160))
+        read = saved.take("saved", 0)
+        saved.note_run(ExtraBytes())
+        saved.free(read, SIZES)
+        assert (saved.own.num_bytes, rank.num_bytes) == (0, 160)
+        assert first.free_bytes == second.free_bytes == 160
+        assert (rank.most_held, rank.most_active) == (160, 160)
+        assert (saved.own.most_held, saved.own.most_active) == (160, 160)
 
 
 def test_nothing_is_late_where_the_device_frees_in_time() -> None:
@@ -149,7 +178,7 @@ def test_nothing_is_late_where_the_device_frees_in_time() -> None:
 def test_stages_of_a_rank_are_counted_at_the_same_time() -> None:
     first, second = saved_values(), saved_values()
     for saved in (first, second):
-        saved.share(first)
+        saved.share(first, 2)
     first.put("saved", 0, values("large"), SIZES)
     first.take("saved", 0)
     first.note_run(ExtraBytes())
@@ -158,7 +187,7 @@ def test_stages_of_a_rank_are_counted_at_the_same_time() -> None:
     assert rank is first.of_rank
     assert rank.most_held == BYTES["large"]
     assert first.own.most_held + second.own.most_held > rank.most_held
-    first.share(first)
+    first.share(first, 2)
     assert first.of_rank.most_held == 0
 
 

@@ -83,6 +83,14 @@ class ValueSizes:
             found = device_bytes([values[name] for name in new])
             self._bytes.update(zip(new, found, strict=True))
 
+    def __getitem__(self, name: str) -> int:
+        """Return the bytes of a value of this name."""
+        return self._bytes[name]
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether the size of values of this name is known."""
+        return name in self._bytes
+
     def of(self, values: Mapping[str, Tensor]) -> int:
         """Return the bytes of values together."""
         self.add(values)

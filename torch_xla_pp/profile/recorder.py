@@ -41,16 +41,16 @@ class StepRecorder:
     """An observer that notes what one rank does in one step.
 
     Args:
-        saved: The saved activations of the rank's stages.
+        saved: The saved activations of one of the rank's stages.
         has_marks: Whether programs note their times themselves.
 
     Attributes:
         records: The notes; those of programs once `listening` has ended.
         dispatched: The actions, in their order.
-        peak_bytes: The most bytes that were saved, of all stages together.
+        peak_bytes: The most bytes that all stages of the rank held, parameters aside.
     """
 
-    def __init__(self, saved: Sequence[SavedValues], has_marks: bool) -> None:
+    def __init__(self, saved: SavedValues, has_marks: bool) -> None:
         self._saved = saved
         self._has_marks = has_marks
         self.records: list[Note] = []
@@ -139,5 +139,4 @@ class StepRecorder:
             )
 
     def _count_bytes(self) -> None:
-        held = sum(saved.num_bytes for saved in self._saved)
-        self.peak_bytes = max(self.peak_bytes, held)
+        self.peak_bytes = max(self.peak_bytes, self._saved.of_rank.num_bytes)

@@ -93,7 +93,7 @@ def profile_step(schedule: Any) -> Iterator[StepProfile]:
     group = rank.stages[0].process_group
     rendezvous = group.rendezvous
     has_marks = group.transport.in_program is not None
-    recorder = StepRecorder([stage.saved for stage in rank.stages], has_marks)
+    recorder = StepRecorder(rank.stages[0].saved, has_marks)
     profile = StepProfile()
     with rendezvous.reporting("in profile_step"):
         offset_ns = clock_offset_ns(group)

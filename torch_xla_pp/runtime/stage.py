@@ -211,7 +211,8 @@ class PipelineStage(SilentStage):
             seed = self.rank.seed(self, run.plan, fwd_chunk_id) if is_random else 0
             fixed = self.model.state.values()
             name: ProgramName = "forward" if self.has_backward else "inference"
-            storages = self.saved.storages(programs, programs.recycled(name))
+            recycled = programs.recycled(name)
+            storages = self.saved.storages(programs, recycled, sizes)
             # Last, as it may wait for a message.
             values |= links.receive_inputs(fwd_chunk_id)
             result = forward(fixed, values | storages, seed)
@@ -238,7 +239,7 @@ class PipelineStage(SilentStage):
             return
         kind: Kind = "B" if full_backward else "I"
         with self.rank.action(self, kind, bwd_chunk_id) as run:
-            programs, links = run.programs, run.links
+            programs, links, sizes = run.programs, run.links, run.compiled.sizes
             values = {**self.saved.take("saved", bwd_chunk_id), **run.marks}
             values |= self._tangents(run, bwd_chunk_id, loss)
             fixed = self.model.state.values()
@@ -250,12 +251,12 @@ class PipelineStage(SilentStage):
                 self.model.sums.advance(sums)
             else:
                 names = programs.recycled("backward input")
-                storages = self.saved.storages(programs, names)
+                storages = self.saved.storages(programs, names, sizes)
                 grads, residual = programs.backward_input(fixed, values | storages)
             self.saved.note_run(programs.extra)
             if not full_backward:
-                self.saved.put("residual", bwd_chunk_id, residual, run.compiled.sizes)
-            self.saved.free(programs.recycled_in(values, residual), run.compiled.sizes)
+                self.saved.put("residual", bwd_chunk_id, residual, sizes)
+            self.saved.free(programs.recycled_in(values, residual), sizes)
             links.send_grads(bwd_chunk_id, grads)
 
     def backward_weight_one_chunk(
@@ -278,7 +279,7 @@ class PipelineStage(SilentStage):
     def begin_step(self, rank: RankPipeline, *, wants_outputs: bool) -> None:
         """Begin a step under a schedule."""
         self._rank = rank
-        self.saved.share(rank.stages[0].saved)
+        self.saved.share(rank.stages[0].saved, len(rank.stages))
         self.num_steps += 1
         self.outputs.is_wanted = wants_outputs
         self.model.begin_step(rank.observer)

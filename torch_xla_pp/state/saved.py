@@ -1,26 +1,8 @@
-"""Saved activations, and everything else that a stage holds on a device during a step.
-
-Counted are parameters, buffers, gradients, the state of optimizers for the parameters,
-values that are saved for microbatches, and what the running program needs beside its
-arguments. Programs of a device run one after another, in the order in which they were
-enqueued, so all of that is known when they are enqueued. Not counted are the batch, the
-needs of programs other than the stage's (such as an optimizer's), and messages that
-have arrived before the program that receives them.
-
-A value is *small* if its memory stays with the process when it is freed, as on CPU
-devices. It is freed late there: the next program allocates its memory before values
-that only the last one read are freed. So the peak is the peak of small values, at any
-time, plus that of large ones. The temporary values of a program are one value; if that
-is small, it is there while the next program runs.
-
-A *free* value is one that nothing reads any more, whose memory waits for the program
-that makes such a value again. It belongs to one set of programs and counts as held.
-"""
+"""Saved activations, their bytes, and what a stage has held at most."""
 
 import gc
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -29,106 +11,8 @@ from torch.utils._pytree import tree_leaves
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import ValueSizes, device_bytes
 from torch_xla_pp.state.donated import DonatedValues
-
-SavedKind = Literal["saved", "residual", "output", "loss", "kept", "free"]
-"""Kinds of values that a stage holds between its programs.
-
-* "saved": values that its forward saved for its backward
-* "residual": values that its backward of inputs passes to that of weights
-* "output": the stage's output, whose loss is yet to be computed
-* "loss": the gradient of its loss
-* "kept": the stage's output, which the schedule returns at the end of the step
-* "free": values of no microbatch, see above
-"""
-
-
-class Size(NamedTuple):
-    """The size of values on one device.
-
-    Attributes:
-        num_bytes: All of them.
-        small_bytes: Those that are small.
-    """
-
-    num_bytes: int
-    small_bytes: int
-
-
-class HeldBytes:
-    """The bytes that are held on a device as programs are enqueued, and their peaks.
-
-    Attributes:
-        num_bytes: How many are held now.
-        most_live: The most microbatches that waited for their backward.
-        most_saved: The most bytes that were held at once, without those passed from I
-            to W and free ones.
-        most_passed: The most that backwards of inputs passed on to those of weights.
-        most_held: The most bytes that were held at once.
-    """
-
-    def __init__(self) -> None:
-        # By microbatch, and in bytes.
-        self._live = self._passed = self._free = self._taken = 0
-        # Of small values: held, taken for the next program, read by the last one.
-        self._small = self._small_taken = self._small_read = 0
-        # Of temporary values of the last program.
-        self._late = 0
-        # The needs of the last program, for small and for large values.
-        self._needed, self._most_needed = [0, 0], [0, 0]
-        self.num_bytes = self.most_live = 0
-        self.most_saved = self.most_passed = self.most_held = 0
-
-    @property
-    def most_active(self) -> int:
-        """Return the most that was held while a program ran, with its own needs."""
-        return sum(map(max, self._most_needed, self._needed))
-
-    def put(self, kind: SavedKind, size: Size, read_bytes: int) -> None:
-        """Count values that the last program has made, or has read and not freed.
-
-        Args:
-            kind: Their kind, see `Kind`.
-            size: Their size.
-            read_bytes: Bytes of the small ones that it has read.
-        """
-        self.num_bytes += size.num_bytes
-        self._small += size.small_bytes
-        self._small_read -= read_bytes
-        made = size.small_bytes - read_bytes
-        self._needed = [self._needed[0] + made, self._needed[1] - made]
-        self._live += kind == "saved"
-        self._passed += size.num_bytes if kind == "residual" else 0
-        self._free += size.num_bytes if kind == "free" else 0
-        self.most_live = max(self.most_live, self._live)
-        self.most_passed = max(self.most_passed, self._passed)
-        saved = self.num_bytes - self._passed - self._free
-        self.most_saved = max(self.most_saved, saved)
-        self.most_held = max(self.most_held, self.num_bytes)
-
-    def take(self, kind: SavedKind, size: Size) -> None:
-        """Count values as those that the next program reads."""
-        self.num_bytes -= size.num_bytes
-        self._small -= size.small_bytes
-        self._taken += size.num_bytes
-        self._small_taken += size.small_bytes
-        self._live -= kind == "saved"
-        self._passed -= size.num_bytes if kind == "residual" else 0
-        self._free -= size.num_bytes if kind == "free" else 0
-
-    def run(self, large_bytes: int, small_bytes: int) -> None:
-        """Count a program that reads what was taken since the last one.
-
-        Args:
-            large_bytes: What it needs of its own on a device, but for
-            small_bytes: its temporary values, if they are small.
-        """
-        self._most_needed = [*map(max, self._most_needed, self._needed)]
-        known = self._small + self._small_taken
-        large = self.num_bytes + self._taken + large_bytes - known
-        late = self._small_read + self._late
-        self._needed = [known + late + small_bytes, large]
-        self._late = small_bytes
-        self._small_read, self._small_taken, self._taken = self._small_taken, 0, 0
+from torch_xla_pp.state.free_values import FreeValues
+from torch_xla_pp.state.held_bytes import HeldBytes, SavedKind, Size
 
 
 class SavedValues:
@@ -149,15 +33,16 @@ class SavedValues:
         # Values that the last program has read, and that the next one will read.
         self._read: set[str] = set()
         self._taken: set[str] = set()
-        # Free values by name, whose they are, and their sizes.
-        self._free: dict[str, list[Tensor]] = {}
-        self._maker: object = None
-        self._free_sizes = ValueSizes()
-        # Those that the next program takes, and that earlier ones took.
+        # Results of the last program that have the memory of free values, and the
+        # memory for those of the next one, by their names.
+        self._reusing: set[str] = set()
         self._given: dict[str, Tensor] = {}
+        self._given_size = Size(0, 0)
+        self._free = FreeValues()
+        self._maker: object = None
         self._donated = DonatedValues()
-        self.of_rank = HeldBytes()
-        self.clear()
+        self.own, self.of_rank = HeldBytes(), HeldBytes()
+        self._is_alone = True
 
     def __len__(self) -> int:
         return len(self._values)
@@ -169,21 +54,30 @@ class SavedValues:
 
     @property
     def free_bytes(self) -> int:
-        """Return how many of them are those of free values."""
-        return self._size_of_free().num_bytes
+        """Return how many bytes of free values the rank holds."""
+        return sum(self._free.sizes)
 
     def clear(self) -> None:
         """Drop everything but free values, and count afresh."""
         self._values.clear()
         self._sizes.clear()
-        self._read, self._taken = set(), set()
+        self._read, self._taken, self._reusing = set(), set(), set()
         self.own = HeldBytes()
-        self.own.put("free", self._size_of_free(), 0)
+        if self._is_alone:
+            self.own.put("free", self._size_of_free(), 0)
 
-    def share(self, first: "SavedValues") -> None:
-        """Count what the rank holds together with its first stage, from now on."""
+    def share(self, first: "SavedValues", num_stages: int) -> None:
+        """Count, and keep free values, together with the rank's other stages.
+
+        Args:
+            first: Those of the rank's first stage, for which it is called first.
+            num_stages: How many stages the rank has.
+        """
+        self._free = first._free
+        self._is_alone = num_stages == 1
         self.of_rank = HeldBytes() if first is self else first.of_rank
-        self.of_rank.put("free", self._size_of_free(), 0)
+        if first is self:
+            self.of_rank.put("free", self._size_of_free(), 0)
 
     def put(
         self,
@@ -194,60 +88,69 @@ class SavedValues:
     ) -> None:
         """Keep values of a microbatch until they are taken."""
         sizes.add(values)
-        size = self._size_of(values, sizes)
-        read_bytes = self._size_of(values.keys() & self._read, sizes).small_bytes
         self._values[kind, microbatch] = values
-        self._sizes[kind, microbatch] = size
-        for held in (self.own, self.of_rank):
-            held.put(kind, size, read_bytes)
+        self._sizes[kind, microbatch] = self._count(kind, values, sizes)
 
     def free(self, values: Mapping[str, Tensor], sizes: ValueSizes) -> None:
-        """Keep values that nobody reads any more for the programs that made them.
+        """Keep values that nobody reads any more for programs that make such values.
 
         Args:
-            values: By name, of results that those programs recycle.
+            values: By name, of results that programs of the stage have made.
             sizes: Bytes of these and others.
         """
-        for name, value in values.items():
-            self._free.setdefault(name, []).append(value)
-        self._free_sizes = sizes
-        size = self._size_of(values, sizes)
-        read_bytes = self._size_of(values.keys() & self._read, sizes).small_bytes
-        for held in (self.own, self.of_rank):
-            held.put("free", size, read_bytes)
+        self._free.put(values, sizes)
+        self._count("free", values, sizes)
 
-    def storages(self, maker: object, names: Mapping[str, str]) -> dict[str, Tensor]:
+    def storages(
+        self, maker: object, names: Mapping[str, str], sizes: ValueSizes
+    ) -> dict[str, Tensor]:
         """Return free values for the results of a program, as far as there are any.
 
         Args:
-            maker: The programs; free values of others are dropped.
+            maker: The stage's programs; when they change, the rank's free values are
+                dropped, as nothing may make such values any more.
             names: Result → name under which a free value is returned.
+            sizes: Bytes of results, unless they have not been made yet.
         """
-        if maker is not self._maker:
+        if self._maker not in (None, maker):
             self.drop_free()
-            self._maker = maker
-        taken = [name for name in names if self._free.get(name)]
-        size = self._size_of(taken, self._free_sizes)
-        for held in (self.own, self.of_rank):
-            held.take("free", size)
-        self._taken.update(taken)
-        self._given = {names[name]: self._free[name].pop() for name in taken}
-        return self._given
+        self._maker = maker
+        self._given = self._free.take(names, sizes)
+        self._given_size = self._size_of(self._given, sizes)
+        for held in self._free_holders:
+            held.take("free", self._given_size)
+        return {names[name]: value for name, value in self._given.items()}
 
     def drop_free(self) -> None:
         """Drop free values, as when a step has failed that may have made them."""
         size = self._size_of_free()
-        for held in (self.own, self.of_rank):
+        for held in self._free_holders:
             held.take("free", size)
-        self._free = {}
+        self._free.clear()
+
+    @property
+    def _free_holders(self) -> tuple[HeldBytes, ...]:
+        return (self.own, self.of_rank) if self._is_alone else (self.of_rank,)
+
+    def _count(
+        self, kind: SavedKind, values: Mapping[str, Tensor], sizes: ValueSizes
+    ) -> Size:
+        """Count values that the last program has made, or has read and not freed."""
+        size = self._size_of(values, sizes)
+        read = values.keys() & self._read
+        reused = values.keys() & (self._read | self._reusing)
+        of_rank = self._size_of(reused, sizes).small_bytes
+        own = of_rank if self._is_alone else self._size_of(read, sizes).small_bytes
+        self.of_rank.put(kind, size, of_rank)
+        if self._is_alone or kind != "free":
+            self.own.put(kind, size, own)
+        else:
+            self.own.leave(own)
+        return size
 
     def _size_of_free(self) -> Size:
-        found = [
-            self._size_of([name], self._free_sizes)
-            for name, values in self._free.items()
-            for _ in values
-        ]
-        return Size(sum(x.num_bytes for x in found), sum(x.small_bytes for x in found))
+        found = self._free.sizes
+        return Size(sum(found), sum(x for x in found if x <= self._most_small))
 
     def _size_of(self, names: Iterable[str], sizes: ValueSizes) -> Size:
         names = frozenset(names)
@@ -276,11 +179,15 @@ class SavedValues:
         small_bytes = extra.temporary if extra.temporary <= self._most_small else 0
         large_bytes = given_bytes + extra.num_bytes - small_bytes
         self._read, self._taken = self._taken, set()
-        if self._given:
-            self._donated.add(self._given.values())
+        self._reusing, given = {*self._given}, self._given
+        if given:
+            self._donated.add(given.values())
             self._given = {}
-        for held in (self.own, self.of_rank):
-            held.run(large_bytes, small_bytes)
+        # To a stage that does not hold free values these are arguments.
+        reused_bytes = 0 if self._is_alone else self._given_size.num_bytes
+        self._given_size = Size(0, 0)
+        self.own.run(large_bytes + reused_bytes, small_bytes)
+        self.of_rank.run(large_bytes, small_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
