@@ -16,12 +16,13 @@ Columns, as the JSON names them:
 model, schedule, remat, sharding, cut: The cell; with a sharding, ranks have two
     devices; without a cut the planner cuts.
 rank: The rank; all its stages count together, at one time.
-part: `state`: parameters, gradients and the optimizer's state. `between`: the most that
-    is held between programs: saved values, what goes from I to W, outputs.
+part: `state`: parameters, gradients and the optimizer's state. `kept`: the most at a
+    time of what programs keep for others: saved values, what goes from I to W, outputs.
+    While an I runs, what it makes is there with what it reads.
 predicted_bytes: What the plan says of one device.
-measured_bytes: What the stages hold on it, as `rank_memory()` counts it, on CPU devices
-    with free memory that waits for the next values.
-free_bytes: By how much the most that is held is larger with that.
+measured_bytes: What the stages hold on it, as `rank_memory()` counts it; on ranks of
+    one CPU device with free memory that waits for the next values.
+free_bytes: How much more that is than what programs have kept at a time.
 error: By which part of the measured bytes the prediction is too large.
 """
 
@@ -40,7 +41,7 @@ from torch import Tensor, nn
 SCHEDULES = ("1f1b", "gpipe", "zb1p", "zbv")
 MODELS = ("gpt", "tied", "mmt")
 SHARDINGS = ("none", "dp", "fsdp", "tp")
-SIZE = {"width": 64, "heads": 4, "layers": 4, "length": 32, "vocab": 256}
+SIZE = {"width": 128, "heads": 4, "layers": 4, "length": 64, "vocab": 256}
 ROWS, MICROBATCHES = 4, 8
 # For so many stages that no works are joined.
 FINEST = 1000
@@ -97,18 +98,26 @@ def watch(stages: list[Any]) -> list[int]:
     """Let stages note the most they hold together without what is free."""
     most = [0]
 
-    def put_of(saved: Any) -> Any:
-        put = saved.put
+    def watch_one(saved: Any) -> None:
+        put, take = saved.put, saved.take
+        read: dict[int, Any] = {}
 
-        def noted(*args: Any) -> None:
-            put(*args)
+        def put_noted(kind: str, microbatch: int, values: Any, sizes: Any) -> None:
+            put(kind, microbatch, values, sizes)
+            gone = read.pop(microbatch).keys() - values if kind == "residual" else ()
             held = saved.of_rank.num_bytes - saved.free_bytes
-            most[0] = max(most[0], held)
+            most[0] = max(most[0], held + sum(sizes[name] for name in gone))
 
-        return noted
+        def take_noted(kind: str, microbatch: int) -> Any:
+            values = take(kind, microbatch)
+            if kind == "saved":
+                read[microbatch] = values
+            return values
+
+        saved.put, saved.take = put_noted, take_noted
 
     for stage in stages:
-        stage.saved.put = put_of(stage.saved)
+        watch_one(stage.saved)
     return most
 
 
@@ -168,20 +177,18 @@ def measure(cell: dict[str, Any]) -> list[dict[str, Any]]:
     predicted = plan.predicted.ranks[dist.get_rank()].bytes
     measured = {
         "state": held.state_bytes + held.optimizer_bytes,
-        "between": held.held_bytes,
-        "peak": held.peak_bytes,
+        "kept": max(held.held_bytes, *most),
     }
     expected = {
         "state": predicted.state,
-        "between": predicted.saved + predicted.passed + predicted.outputs,
-        "peak": predicted.total,
+        "kept": predicted.saved + predicted.passed + predicted.outputs,
     }
     return [
         {
             "part": part,
             "predicted_bytes": expected[part],
             "measured_bytes": measured[part],
-            "free_bytes": measured[part] - most[0] if part == "between" else 0,
+            "free_bytes": measured[part] - most[0] if part == "kept" else 0,
             "error": expected[part] / measured[part] - 1,
         }
         for part in measured

@@ -79,6 +79,7 @@ class WorkBuilder:
                 backward_weight=cost if parameters else Cost(),
                 saved={"none": Amount(bytes_per_row=saved * size), "full": Amount()},
                 passed=dict.fromkeys(("none", "full"), passed),
+                made=dict.fromkeys(("none", "full"), passed),
                 parameters=parameters,
             )
         )

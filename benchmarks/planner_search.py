@@ -116,7 +116,9 @@ def line(
     search_s, result = timed(graph, request, devices, setting, repeats, False)
     best = best_of(result)
     order = best.order
-    live = max(int((x + y).sum(1).max()) for _, x, y in order.live_rows)
+    live = max(
+        int((row.live + row.waiting - row.both).sum(1).max()) for row in order.live_rows
+    )
     depths = [1] * best.cut.num_stages
     for producer, consumer in reversed(best.costs.edges):
         depths[producer] = max(depths[producer], 1 + depths[consumer])

@@ -249,9 +249,8 @@ def work_graphs(draw: st.DrawFn, max_works: int = 6) -> WorkGraph:
     values: list[WorkValue] = []
     for place, name in enumerate(names):
         users = tuple(user for user in names[place + 1 :] if draw(st.booleans()))
-        kept_by, passed_by = (
-            tuple(user for user in (name, *users) if draw(st.booleans()))
-            for _ in range(2)
+        kept_by, passed_by, again_by = (
+            tuple(user for user in users if draw(st.booleans())) for _ in range(3)
         )
         producer = draw(st.sampled_from([name, name, None]))
         viewed = [v.name for v in values if producer in (v.producer, *v.users)]
@@ -260,11 +259,13 @@ def work_graphs(draw: st.DrawFn, max_works: int = 6) -> WorkGraph:
                 name=f"v{place}",
                 bytes_per_row=draw(sizes),
                 bytes=draw(sizes),
-                has_gradient=draw(st.booleans()),
+                # A model's inputs have none.
+                has_gradient=producer is not None and draw(st.booleans()),
                 producer=producer,
                 users=users,
-                kept_by=tuple(user for user in kept_by if user != name),
-                passed_by=tuple(user for user in passed_by if user != name),
+                kept_by=kept_by,
+                passed_by=passed_by,
+                passed_again_by=again_by,
                 view_of=draw(st.sampled_from([None, *viewed])) if producer else None,
             )
         )
@@ -287,6 +288,7 @@ def _works(draw: st.DrawFn, name: str) -> Work:
         WorkParameter(name=f"{name}.{i}", shape=(size, 2), dtype="float32", bytes=size)
         for i, size in enumerate(draw(st.lists(numbers, max_size=2)))
     ]
+    passed = {"none": draw(amounts), "full": draw(amounts)}
     return Work(
         name=name,
         ops=(f"{name}_op",),
@@ -296,7 +298,8 @@ def _works(draw: st.DrawFn, name: str) -> Work:
         backward_input=draw(costs),
         backward_weight=draw(costs),
         saved={"none": draw(amounts), "full": draw(amounts)},
-        passed={"none": draw(amounts), "full": draw(amounts)},
+        passed=passed,
+        made=draw(st.sampled_from([passed, dict.fromkeys(passed, Amount())])),
         parameters=tuple(parameters),
     )
 

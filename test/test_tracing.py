@@ -105,11 +105,12 @@ def test_the_digest_is_of_the_model_and_not_of_its_works() -> None:
 
 def held_by(work: WorkGraph, part: Sequence[Work]) -> list[float]:
     """Return what a part keeps from F to B, and to W with forwards run again or not."""
-    names = {one.name for one in part}
+    names, last = {one.name for one in part}, set()
     found = [0.0, 0.0, 0.0]
     for one in part:
         values = (v for v in work.values if v.producer == one.name)
         is_last = not any(names & set(value.users) for value in values)
+        last |= {one.name} if is_last else set()
         amounts = [one.saved["none"], one.passed["none"]]
         amounts.append(one.passed["full" if is_last else "none"])
         found = [x + amount.of(ROWS) for x, amount in zip(found, amounts, strict=True)]
@@ -117,7 +118,8 @@ def held_by(work: WorkGraph, part: Sequence[Work]) -> list[float]:
         size = value.size.of(ROWS)
         found[0] += size if names & set(value.kept_by) else 0
         found[1] += size if names & set(value.passed_by) else 0
-        found[2] += size if names & set(value.passed_by) else 0
+        again = names & set(value.passed_by) or last & set(value.passed_again_by)
+        found[2] += size if again else 0
     return found
 
 

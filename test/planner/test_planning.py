@@ -30,7 +30,7 @@ from torch_xla_pp.planner.strategies import strategies_for
 from torch_xla_pp.planner.work_costs import WorkTable
 from torch_xla_pp.simulate import simulate, step_seconds
 from torch_xla_pp.text import bytes_text, seconds_text
-from torch_xla_pp.work import WorkGraph
+from torch_xla_pp.work import Amount, Cost, Work, WorkGraph, WorkValue
 
 pytestmark = pytest.mark.pure
 
@@ -93,16 +93,20 @@ def test_equal_input_gives_equal_bytes() -> None:
     assert one.to_json() == two.to_json()
 
 
-def test_the_prediction_can_be_computed_from_the_plan_alone() -> None:
+@pytest.mark.parametrize("schedule", ["dag", "zb1p"])
+def test_the_prediction_can_be_computed_from_the_plan_alone(schedule: str) -> None:
     plan = make_plan(
-        mmt(2), rows=64, ranks=4, device="v5p", replicas=(1,), schedules=["zb1p"]
+        mmt(2), rows=64, ranks=4, device="v5p", replicas=(1,), schedules=[schedule]
     )
     read = PipelinePlan.from_json(plan.to_json())
     found_s = step_seconds(read.table(), read.stage_costs(), read.network())
     assert found_s == plan.predicted.step_s
     timeline = simulate(read.table(), read.stage_costs(), read.network())
     peaks = [rank.bytes.saved + rank.bytes.passed for rank in plan.predicted.ranks]
-    assert list(timeline.peak_bytes) == pytest.approx(peaks, abs=200)
+    for held, peak in zip(timeline.peak_bytes, peaks, strict=True):
+        # A timeline has what is held between actions alone.
+        assert held <= peak + 200
+        assert schedule == "zb1p" or held == pytest.approx(peak, abs=200)
 
 
 def planned_by(options: str, work: str) -> PipelinePlan:
@@ -422,6 +426,63 @@ def test_stages_without_gradients_of_inputs_keep_all_that_is_saved_for_w() -> No
     first, last = plan.predicted.stages
     assert first.passed_bytes == first.saved_bytes
     assert 0 < last.passed_bytes != last.saved_bytes
+
+
+def test_what_an_i_makes_is_there_with_what_it_reads() -> None:
+    def amounts(count: int) -> dict[str, Amount]:
+        return dict.fromkeys(("none", "full"), Amount(bytes=count))
+
+    def work(name: str, passed: int, made: int) -> Work:
+        return Work(
+            name=name,
+            ops=(f"{name}_op",),
+            module=name,
+            digest=name,
+            forward=Cost(flops=1),
+            backward_input=Cost(flops=1),
+            backward_weight=Cost(flops=1),
+            saved=amounts(100),
+            passed=amounts(passed),
+            made=amounts(made),
+        )
+
+    def value(name: str, producer: str | None, *users: str) -> WorkValue:
+        return WorkValue(
+            name=name,
+            bytes_per_row=0,
+            bytes=0,
+            has_gradient=producer is not None,
+            producer=producer,
+            users=users,
+        )
+
+    graph = WorkGraph(
+        works=(work("first", 0, 0), work("last", 60, 40)),
+        values=(
+            value("x", None, "first"),
+            value("y", "first", "last"),
+            value("z", "last"),
+        ),
+        rows=1,
+        outputs=("z",),
+    )
+    plan = make_plan(
+        graph,
+        rows=2,
+        ranks=2,
+        replicas=(1,),
+        microbatches=(2,),
+        schedules=["zb1p"],
+        remat=("none",),
+        stages=[["first_op"], ["last_op"]],
+    )
+    first, last = (rank.bytes for rank in plan.predicted.ranks)
+    # The first stage has no I.
+    assert (first.saved, first.passed) == (200, 0)
+    # The I of the second microbatch reads 100 and makes 40, the first one left 60.
+    assert [action.kind for action in plan.table().actions[1][:4]] == [*"FIFI"]
+    assert (last.saved, last.passed) == (100, 100)
+    check(plan, graph)
 
 
 def test_gradients_from_stages_of_the_same_rank_wait_for_w() -> None:

@@ -25,7 +25,8 @@ def shape_of(graph: WorkGraph) -> object:
             tuple(index[user] for user in value.users),
             tuple(index[keeper] for keeper in value.kept_by),
             tuple(index[passer] for passer in value.passed_by),
-            replace(value, name="", producer=None, users=(), kept_by=(), passed_by=()),
+            tuple(index[passer] for passer in value.passed_again_by),
+            replace(value.with_works(lambda _: ()), name="", producer=None),
         )
 
     values = sorted(map(repr, map(value_of, graph.values)))

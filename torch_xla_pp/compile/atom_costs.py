@@ -5,7 +5,7 @@ nothing is computed, and no memory is taken.
 """
 
 import operator
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal, NamedTuple
@@ -76,11 +76,12 @@ class AtomCosts:
         backward_input: Cost of I.
         backward_weight: Cost of W.
         saved: Policy → what is kept from F to B or I, without inputs and outputs.
-        passed: Policy → what is kept from I to W, without outputs and without the
-            inputs in `passed_inputs`.
+        passed: Policy → what is kept from I to W, without inputs and outputs.
+        made: Policy → what of `passed` its I makes, without gradients of outputs.
         kept_inputs: Which inputs the backward reads.
         kept_outputs: Which outputs and wholes it reads.
         passed_inputs: Which inputs W reads if nothing is computed again.
+        passed_again: Which others it reads else.
         passed_outputs: Which outputs and wholes it reads then.
         outputs_need_grad: Which outputs have a gradient.
         wholes: Sizes of values inside the atom of which outputs are parts. They count
@@ -101,9 +102,11 @@ class AtomCosts:
     backward_weight: Cost
     saved: Mapping[str, Amount]
     passed: Mapping[str, Amount]
+    made: Mapping[str, Amount]
     kept_inputs: frozenset[int]
     kept_outputs: frozenset[int]
     passed_inputs: frozenset[int]
+    passed_again: frozenset[int]
     passed_outputs: frozenset[int]
     outputs_need_grad: tuple[bool, ...]
     wholes: tuple[Amount, ...]
@@ -242,13 +245,17 @@ class _Sizes:
             backward_input=self.cost(cut.backward_input),
             backward_weight=self.cost(cut.backward_weight),
             saved={policy: self._kept(nodes) for policy, nodes in saved.items()},
-            passed={
-                policy: self._kept(nodes) + self._of_inputs(nodes, read_late)
+            passed={policy: self._kept(nodes) for policy, nodes in passed.items()},
+            made={
+                policy: self._kept(
+                    node for node in nodes - saved[policy] if not self._tangents([node])
+                )
                 for policy, nodes in passed.items()
             },
             kept_inputs=self._inputs_in(read),
             kept_outputs=self._outputs_in(read),
             passed_inputs=read_late,
+            passed_again=self._inputs_in(passed["full"]) - read_late,
             passed_outputs=self._outputs_in(passed["none"]),
             outputs_need_grad=tuple(self._joint.outputs_need_grad),
             wholes=tuple(map(self._amount, self._wholes)),
@@ -258,7 +265,7 @@ class _Sizes:
                 for node in (*self._joint.outputs, *self._wholes)
             ),
             sums=tuple(self._sums(dims, cut)),
-            parts=self._parts(dims, saved, passed, read_late),
+            parts=self._parts(dims, saved, passed),
             passed_gradients={
                 policy: tuple(sorted(map(index_of_tangent, self._tangents(nodes))))
                 for policy, nodes in passed.items()
@@ -318,7 +325,6 @@ class _Sizes:
         dims: ValueDims,
         saved: Mapping[str, set[fx.Node]],
         passed: Mapping[str, set[fx.Node]],
-        known: Container[int],
     ) -> dict[tuple[HeldDim, ...], KeptPart]:
         """Return what is kept by the dimensions of values."""
         found: dict[tuple[HeldDim, ...], tuple[set[fx.Node], ...]] = {}
@@ -332,10 +338,9 @@ class _Sizes:
         for labels, (*kept, late, late_again) in sorted(found.items()):
             part = KeptPart(
                 saved=dict(zip(saved, map(self._kept, kept), strict=True)),
-                passed={
-                    policy: self._kept(nodes) + self._of_inputs(nodes, known)
-                    for policy, nodes in zip(passed, (late, late_again), strict=True)
-                },
+                passed=dict(
+                    zip(passed, map(self._kept, (late, late_again)), strict=True)
+                ),
             )
             if any(x != Amount() for own in part for x in own.values()):
                 parts[labels] = part
@@ -388,15 +393,6 @@ class _Sizes:
         for node in nodes:
             role = self._joint.roles.get(node)
             if node not in self._outputs and (role is None or is_tangent(role)):
-                total += self._amount(node)
-        return total
-
-    def _of_inputs(self, nodes: Iterable[fx.Node], known: Container[int]) -> Amount:
-        """Return the bytes of inputs among these, except those that are known."""
-        total = Amount()
-        for node in nodes:
-            role = self._joint.roles.get(node, "")
-            if is_input(role) and index_of_input(role) not in known:
                 total += self._amount(node)
         return total
 

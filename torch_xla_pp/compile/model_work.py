@@ -112,6 +112,7 @@ class _Described:
         self._needs_grad: dict[fx.Node, bool] = {}
         self._kept_by: dict[str, list[Atom]] = {}
         self._passed_by: dict[str, list[Atom]] = {}
+        self._passed_again_by: dict[str, list[Atom]] = {}
         self._view_of: dict[str, str] = {}
         self._wholes: dict[Atom, dict[str, Amount]] = {}
         self._costs: dict[str, AtomCosts] = {}
@@ -159,6 +160,7 @@ class _Described:
             backward_weight=costs.backward_weight,
             saved=costs.saved,
             passed=costs.passed,
+            made=self._made_for_weights(outputs, costs),
             parameters=tuple(self._parameters(atom, len(inputs), costs)),
             sums=tuple(
                 WorkSum(when=when, dims=own, size=size)
@@ -174,6 +176,20 @@ class _Described:
                 + [*self._gradient_parts(outputs, costs)]
             ),
         )
+
+    def _made_for_weights(
+        self, outputs: Sequence[fx.Node], costs: AtomCosts
+    ) -> dict[str, Amount]:
+        """Return what I makes for W, with gradients that it computes or receives.
+
+        Those of the model's outputs are there before, in place of these.
+        """
+        found = dict(costs.made)
+        for remat, passed in costs.passed_gradients.items():
+            for node in (outputs[index] for index in passed):
+                if node not in self._returned:
+                    found[remat] += self._size(node)
+        return found
 
     def _gradient_parts(
         self, outputs: Sequence[fx.Node], costs: AtomCosts
@@ -262,6 +278,8 @@ class _Described:
         passed += [made[i] for i in costs.passed_outputs]
         for name in passed:
             self._passed_by.setdefault(name, []).append(atom)
+        for name in [used[i] for i in costs.passed_again]:
+            self._passed_again_by.setdefault(name, []).append(atom)
 
     def _used(self, atom: Atom) -> list[fx.Node]:
         """Return the values that an atom uses of others and from outside."""
@@ -312,6 +330,7 @@ class _Described:
             users=(),
             kept_by=self._names(self._kept_by.get(name, [])),
             passed_by=self._names(self._passed_by.get(name, [])),
+            passed_again_by=self._names(self._passed_again_by.get(name, [])),
             dims=tuple(dict.fromkeys(known)),
             view_of=self._view_of.get(name),
         )

@@ -177,11 +177,13 @@ def _rank_need(
     state, largest = 0.0, 0.0
     saved = dict.fromkeys(own, 0.0)
     passed = dict.fromkeys(own, 0.0)
+    made = dict.fromkeys(own, 0.0)
     outputs = dict.fromkeys(own, 0.0)
     for stage in own:
         names = {work.name for work in graph.works if homes[work.name] == stage}
         remat = plan.stages[stage].remat
         in_input = _in_input_backward(graph, names)
+        again_last: set[str] = set()
         seen: set[str] = set()
         for work in graph.works:
             if work.name not in names:
@@ -198,8 +200,14 @@ def _rank_need(
                 for value in graph.values
             )
             again = remat if is_last else "none"
-            late = split.passed(work, again, rows)
-            passed[stage] += split.saved(work, remat, rows) if is_late else late
+            again_last |= {work.name} if again == "full" else set()
+            if is_late:
+                passed[stage] += split.saved(work, remat, rows)
+            else:
+                passed[stage] += split.passed(work, again, rows)
+                is_again = remat == "full" and not is_last
+                count = split.passed if is_again else split.made
+                made[stage] += count(work, again, rows)
             held = split.saved(work, "none", rows) + touched[work.name]
             if split.strategy.has_fsdp:
                 held += sum(map(split.used_bytes, work.parameters))
@@ -212,14 +220,19 @@ def _rank_need(
         entered = {value.name for value in entering}
         kept_here: set[str] = set()
         late_here: set[str] = set()
+        held_here: set[str] = set()
         for value in graph.values:
             enters = value.name in entered
             is_kept = enters if remat == "full" else names & set(value.kept_by)
             readers = names & (
-                {*value.passed_by} & in_input | {*value.kept_by} - in_input
+                {*value.passed_by} & in_input
+                | {*value.passed_again_by} & in_input & again_last
+                | {*value.kept_by} - in_input
             )
             kept_here |= {value.name} if is_kept else set()
             late_here |= {value.name} if readers else set()
+            is_held = readers and (enters or remat == "none")
+            held_here |= {value.name} if is_held else set()
         sizes: dict[str, float] = {}
         for value in graph.values:
             is_whole = value.name in graph.outputs or {
@@ -230,18 +243,21 @@ def _rank_need(
             if value.name in graph.outputs and value.producer in names:
                 outputs[stage] += size
         saved[stage] += _least_bytes(graph, names, kept_here, sizes)
-        passed[stage] += _least_bytes(graph, names, late_here, sizes)
+        late = _least_bytes(graph, names, late_here, sizes)
+        passed[stage] += late
+        made[stage] += late - _least_bytes(graph, names, held_here, sizes)
         if not any(value.has_gradient for value in entering):
             # W is the whole backward.
-            passed[stage] = saved[stage]
+            passed[stage], made[stage] = saved[stage], 0.0
         for value in graph.values:
             if value.has_gradient and value.producer in names - in_input:
                 # Others are received by W itself.
                 users = {homes[user] for user in value.users}.intersection(own)
                 users -= {stage}
                 passed[stage] += len(users) * sizes[value.name]
+                made[stage] += len(users) * sizes[value.name]
         saved[stage] += outputs[stage]
-    return state + _most_kept(plan, number, saved, passed) + largest
+    return state + _most_kept(plan, number, saved, passed, made) + largest
 
 
 def _least_bytes(
@@ -275,17 +291,27 @@ def _in_input_backward(graph: WorkGraph, names: set[str]) -> set[str]:
 
 
 def _most_kept(
-    plan: PipelinePlan, number: int, saved: dict[int, float], passed: dict[int, float]
+    plan: PipelinePlan,
+    number: int,
+    saved: dict[int, float],
+    passed: dict[int, float],
+    made: dict[int, float],
 ) -> float:
-    """Walk a rank's actions, and return the most that they keep at a time."""
+    """Walk a rank's actions, and return the most that they keep at a time.
+
+    What an I makes for W is there before what F has saved goes.
+    """
     kept = most = 0.0
     for action in plan.table().actions[number]:
+        stage = action.stage
         if action.kind == "F":
-            kept += saved[action.stage]
+            kept += saved[stage]
+            most = max(most, kept)
         elif action.kind == "W":
-            kept -= passed[action.stage]
+            kept -= passed[stage]
+        elif action.kind == "B":
+            kept -= saved[stage]
         else:
-            kept -= saved[action.stage]
-            kept += passed[action.stage] if action.kind == "I" else 0.0
-        most = max(most, kept)
+            most = max(most, kept + made[stage])
+            kept += passed[stage] - saved[stage]
     return most

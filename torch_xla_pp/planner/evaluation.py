@@ -120,8 +120,9 @@ class RankBytes:
         parameters: Parameters.
         gradients: Their gradients, which add up over a step.
         optimizer: The optimizer's state.
-        saved: What is kept from F to B or I.
-        passed: What is kept from I to W, including saved values.
+        saved: What is kept from F to B or I, to the end of that.
+        passed: What is kept from I to W, including saved values. What I makes of it is
+            there with what is saved, as it runs.
         outputs: The model's outputs, or their gradients, from F to B. Outputs that a
             caller keeps to the end of a step are not counted.
         temporary: A guess of the temporaries of the largest program.
@@ -505,13 +506,17 @@ def _homes_and_users(
 
 
 class _Held(NamedTuple):
-    """The bytes of one device for each stage; `saved`, `passed` per microbatch."""
+    """The bytes of one device for each stage; `saved` to `outputs` per microbatch.
+
+    Of what is passed, `late` is saved from F on.
+    """
 
     parameters: Array
     gradients: Array
     optimizer: Array
     saved: Array
     passed: Array
+    late: Array
     outputs: Array
     temporary: Array
 
@@ -524,6 +529,7 @@ def _held_bytes(works: WorkCosts, cut: Cut) -> _Held:
     is_full = np.array([remat == "full" for remat in cut.remat])
     own = {remat: stage_sums(cut, held) for remat, held in works.saved.items()}
     saved = values + np.where(is_full, own["full"], own["none"])
+    passed, late = _passed_bytes(works, cut, saved)
     largest = np.zeros(cut.num_stages)
     np.maximum.at(largest, np.array(cut.stages), works.running_bytes)
     return _Held(
@@ -531,39 +537,52 @@ def _held_bytes(works: WorkCosts, cut: Cut) -> _Held:
         gradients=parameters,
         optimizer=parameters * works.optimizer_bytes,
         saved=saved,
-        passed=_passed_bytes(works, cut, saved),
+        passed=passed,
+        late=late,
         outputs=outputs,
         temporary=largest,
     )
 
 
-def _passed_bytes(works: WorkCosts, cut: Cut, saved: Array) -> Array:
-    """Return the bytes that stages keep from I to W: all saved ones if there is no I.
+def _passed_bytes(works: WorkCosts, cut: Cut, saved: Array) -> tuple[Array, Array]:
+    """Return the bytes that stages keep from I to W, and those of them saved from F on.
 
-    A work from which no gradient goes to another stage has no part in I: gradients of
-    its values wait for W, too. Those from other ranks are received by W itself.
+    All saved ones are if there is no I. A work from which no gradient goes to another
+    stage has no part in I: gradients of its values wait for W, too. Those from other
+    ranks are received by W itself.
     """
     table, count, stages = works.table, cut.num_stages, np.array(cut.stages)
     have_inputs = _have_input_grads(table, cut)
+    is_full = np.array([remat == "full" for remat in cut.remat])
+    again = is_full[stages]
     own, keys = works.passed["none"], table.passing
+    made = np.where(again, own, works.made["none"])
     is_late = ~have_inputs[stages]
+    homes, entered = _homes_and_users(table, cut.stages)
     if "full" in cut.remat:
-        again = np.array([cut.remat[stage] == "full" for stage in cut.stages])
-        homes, entered = _homes_and_users(table, cut.stages)
         inside = table.uses[entered == homes[table.uses[:, 0]], 0]
-        again[np.array(table.producers)[inside]] = False
-        own = np.where(again, works.passed["full"], own)
+        is_last = again.copy()
+        is_last[np.array(table.producers)[inside]] = False
+        own = np.where(is_last, works.passed["full"], own)
+        made = np.where(is_last, works.made["full"], made)
+        more = table.passing_again[is_last[table.passing_again[:, 1]]]
+        keys = np.concatenate((keys, more))
     if any(have_inputs[cut.stages[place]] for place in table.sources):
         is_late = ~_in_input_backward(table, cut)
-        again = np.array([cut.remat[stage] == "full" for stage in cut.stages])
         held = np.where(again, works.saved["full"], works.saved["none"])
         own = np.where(is_late, held, own)
+        made = np.where(is_late, 0.0, made)
         late = table.keeping[is_late[table.keeping[:, 1]]]
         keys = np.concatenate((keys[~is_late[keys[:, 1]]], late))
+    readers = stages[keys[:, 1]]
     found = _binned(stages, own, count)
-    found += _least_bytes(works, cut, keys[:, 0], stages[keys[:, 1]])
+    found += _least_bytes(works, cut, keys[:, 0], readers)
+    are_saved = ~is_full[readers] | (homes[keys[:, 0]] != readers)
+    kept = _binned(stages, own - made, count)
+    kept += _least_bytes(works, cut, keys[are_saved, 0], readers[are_saved])
     grads = _gradient_bytes(works, cut, is_late)
-    return np.where(have_inputs, found, saved) + grads
+    found = np.where(have_inputs, found, saved) + grads
+    return found, np.where(have_inputs, kept, saved)
 
 
 def _gradient_bytes(works: WorkCosts, cut: Cut, are_makers: NDArray[np.bool_]) -> Array:
@@ -691,11 +710,11 @@ def _kept_bytes(works: WorkCosts, cut: Cut) -> Array:
 
 def _rank_bytes(held: _Held, order: PlannedOrder) -> NDArray[np.int_]:
     """Return the bytes of a device of each rank at the peak of its saved values."""
-    stages, has, live, waiting = order.live_table
+    stages, has, live, waiting, both = order.live_table
     own, each = np.arange(len(stages)), stages[:, None, :]
     saved = (live * held.saved[each]).sum(2)
     kept = (live * held.outputs[each]).sum(2)
-    passed = (waiting * held.passed[each]).sum(2)
+    passed = (waiting * held.passed[each] - both * held.late[each]).sum(2)
     most = (saved + passed + kept).argmax(1)
     parts = (
         (held.parameters[stages] * has).sum(1),

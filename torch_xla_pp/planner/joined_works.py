@@ -193,9 +193,9 @@ def joined_graph(graph: WorkGraph, groups: _Groups) -> WorkGraph:
     passed: dict[str, list[WorkValue]] = {name: [] for name in names}
     values = []
     left = _values_left(graph, home)
-    keepers_of, passers_of = (
+    keepers_of, passers_of, again_of = (
         _readers(graph, home, {value.name: of(value) for value in graph.values})
-        for of in (attrgetter("kept_by"), attrgetter("passed_by"))
+        for of in map(attrgetter, ("kept_by", "passed_by", "passed_again_by"))
     )
     for value in graph.values:
         producer = None if value.producer is None else home[value.producer]
@@ -209,6 +209,9 @@ def joined_graph(graph: WorkGraph, groups: _Groups) -> WorkGraph:
                     users=tuple(sorted(users, key=order.__getitem__)),
                     kept_by=tuple(sorted(keepers, key=order.__getitem__)),
                     passed_by=tuple(sorted(passers, key=order.__getitem__)),
+                    passed_again_by=tuple(
+                        sorted(again_of[value.name], key=order.__getitem__)
+                    ),
                 )
             )
             continue
@@ -300,12 +303,16 @@ def _joined_work(
     parameters: dict[str, WorkParameter] = {}
     for parameter in (p for work in members for p in work.parameters):
         parameters.setdefault(parameter.tied or parameter.name, parameter)
-    saved, late = (
+    saved, late, made = (
         {
             remat: reduce(Amount.__add__, (amounts[remat] for amounts in held))
             for remat in ("none", "full")
         }
-        for held in ([w.saved for w in members], [w.passed for w in members])
+        for held in (
+            [w.saved for w in members],
+            [w.passed for w in members],
+            [w.made for w in members],
+        )
     )
     return replace(
         last,
@@ -316,6 +323,7 @@ def _joined_work(
         backward_weight=reduce(Cost.__add__, (w.backward_weight for w in members)),
         saved=saved | {"none": _total(saved["none"], kept)},
         passed=late | {"none": _total(late["none"], passed)},
+        made=made,
         parameters=tuple(parameters.values()),
         sums=tuple(one for work in members for one in work.sums),
         parts=added_parts(

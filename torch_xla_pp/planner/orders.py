@@ -111,9 +111,9 @@ class PlannedOrder(StepOrder):
     def live_rows(self) -> tuple["LiveRow", ...]:
         """For each rank its stages, and the live microbatches of each over time.
 
-        That is for each time and stage the microbatches from F to B or I, and those
-        from I to W: two arrays (times, stages). Times that another one exceeds are left
-        out where there is one stage.
+        That is for each time and stage the microbatches from F to B or I, those from I
+        to W, and those that are both, as the I runs: three arrays (times, stages).
+        Times that another one exceeds are left out where there is one stage.
         """
         return tuple(_live_row(row) for row in self.schedule.actions)
 
@@ -121,19 +121,24 @@ class PlannedOrder(StepOrder):
     def live_table(self) -> "LiveTable":
         """The same for all ranks at once."""
         rows = self.live_rows
-        num_stages = max(len(stages) for stages, _, _ in rows)
-        shape = len(rows), max(len(live) for _, live, _ in rows), num_stages
+        num_stages = max(len(row.stages) for row in rows)
+        shape = len(rows), max(len(row.live) for row in rows), num_stages
         stages, has = np.zeros((len(rows), num_stages), int), np.zeros(shape[::2], bool)
-        live, waiting = np.zeros(shape, int), np.zeros(shape, int)
-        for rank, (own, own_live, own_waiting) in enumerate(rows):
-            stages[rank, : len(own)], has[rank, : len(own)] = own, True
-            live[rank, : len(own_live), : len(own)] = own_live
-            waiting[rank, : len(own_live), : len(own)] = own_waiting
-        return LiveTable(stages, has, live, waiting)
+        counts = np.zeros((3, *shape), int)
+        for rank, row in enumerate(rows):
+            own = len(row.stages)
+            stages[rank, :own], has[rank, :own] = row.stages, True
+            counts[:, rank, : len(row.live), :own] = row[1:]
+        return LiveTable(stages, has, *counts)
 
 
-_Counts = tuple[int, ...]
-LiveRow = tuple[NDArray[np.int_], NDArray[np.int_], NDArray[np.int_]]
+class LiveRow(NamedTuple):
+    """The stages of a rank and their live microbatches, see `LiveTable`."""
+
+    stages: NDArray[np.int_]
+    live: NDArray[np.int_]
+    waiting: NDArray[np.int_]
+    both: NDArray[np.int_]
 
 
 class LiveTable(NamedTuple):
@@ -144,12 +149,14 @@ class LiveTable(NamedTuple):
         has: Whether it has: (ranks, stages).
         live: Microbatches from F to B or I: (ranks, times, stages).
         waiting: Those from I to W, likewise.
+        both: Those that count in both, as their I runs.
     """
 
     stages: NDArray[np.int_]
     has: NDArray[np.bool_]
     live: NDArray[np.int_]
     waiting: NDArray[np.int_]
+    both: NDArray[np.int_]
 
 
 @lru_cache(maxsize=256)
@@ -297,25 +304,34 @@ def _depths(edges: Edges, num_stages: int) -> list[int]:
 def _live_row(row: tuple[Action, ...]) -> LiveRow:
     stages = tuple(sorted({action.stage for action in row}))
     places = {stage: place for place, stage in enumerate(stages)}
-    live, passed = [0] * len(stages), [0] * len(stages)
-    found: set[tuple[_Counts, _Counts]] = set()
+    live, waiting, both = ([0] * len(stages) for _ in range(3))
+    found: set[tuple[int, ...]] = set()
     grew = False
     for action in row:
         kind, place = action.kind, places[action.stage]
         if grew and kind != "F":
             # A maximum is reached only before something is subtracted.
-            found.add((tuple(live), tuple(passed)))
-        grew = kind in "FI"
-        if kind == "W":
-            passed[place] -= 1
+            found.add((*live, *waiting, *both))
+        grew = kind == "F"
+        if kind == "F":
+            live[place] += 1
+        elif kind == "W":
+            waiting[place] -= 1
+        elif kind == "B":
+            live[place] -= 1
         else:
-            live[place] += 1 if kind == "F" else -1
-            passed[place] += kind == "I"
+            waiting[place] += 1
+            both[place] = 1
+            found.add((*live, *waiting, *both))
+            both[place] = 0
+            live[place] -= 1
     if len(stages) == 1:
-        found = {
-            a
-            for a in found
-            if not any(b != a and b[0] >= a[0] and b[1] >= a[1] for b in found)
-        }
-    times = np.array(sorted(found), dtype=int)
-    return np.array(stages), times[:, 0], times[:, 1]
+        found = {a for a in found if not any(_exceeds(b, a) for b in found - {a})}
+    times = np.array(sorted(found), dtype=int).reshape(-1, 3, len(stages))
+    return LiveRow(np.array(stages), *times.swapaxes(0, 1))
+
+
+def _exceeds(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Return whether a time of a stage needs no less memory than another one."""
+    live, waiting, both = (a - b for a, b in zip(one, other, strict=True))
+    return live >= 0 and waiting >= 0 >= both

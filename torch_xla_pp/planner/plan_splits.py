@@ -61,6 +61,12 @@ class PlanSplits:
         parts = [(part.dims, part.passed[remat].of(rows)) for part in work.parts]
         return self._own(work, work.passed[remat].of(rows), parts)
 
+    def made(self, work: Work, remat: str, rows: float) -> float:
+        """Return what of that the work's I makes, which is split as the rest is."""
+        whole = work.passed[remat].of(rows)
+        own = self.passed(work, remat, rows)
+        return own * work.made[remat].of(rows) / whole if whole else 0.0
+
     def share(self, dims: Sequence[ParameterDim]) -> float:
         """Return the share that a device has of a value that is in one stage."""
         is_split = any(

@@ -127,6 +127,10 @@ class WorkTable:
         """Return the bytes that each work keeps from I to W."""
         return np.array([w.passed[remat].of(rows) for w in self.graph.works])
 
+    def made(self, remat: str, rows: float) -> Array:
+        """Return the bytes of that which each work's I makes."""
+        return np.array([w.made[remat].of(rows) for w in self.graph.works])
+
     @cached_property
     def parameter_bytes(self) -> Array:
         """Bytes of the parameters of each work."""
@@ -185,6 +189,12 @@ class WorkTable:
         """Number of a value and place of a work whose W reads it: (works, 2)."""
         index = self.graph.index
         return _pairs([[index[w] for w in v.passed_by] for v in self.graph.values])
+
+    @cached_property
+    def passing_again(self) -> NDArray[np.int_]:
+        """The same of further ones, where these works compute again."""
+        index, values = self.graph.index, self.graph.values
+        return _pairs([[index[w] for w in v.passed_again_by] for v in values])
 
     @cached_property
     def are_used(self) -> NDArray[np.bool_]:
@@ -363,6 +373,16 @@ class WorkCosts:
         if split is not None:
             return {r: size - split.passed(r, rows) for r, size in whole.items()}
         return {r: size * self.share for r, size in whole.items()}
+
+    @cached_property
+    def made(self) -> Mapping[str, Array]:
+        """Remat → bytes of that which each work's I makes, split as the rest is."""
+        rows, found = self.device_rows, {}
+        for remat, own in self.passed.items():
+            whole = self.table.passed(remat, rows)
+            share = self.table.made(remat, rows) / np.where(whole > 0, whole, 1.0)
+            found[remat] = own * share
+        return found
 
     @cached_property
     def message_bytes(self) -> Array:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch_xla_pp.work.works import ParameterDim, Work, WorkValue, renamed_dims
 
@@ -150,12 +151,7 @@ class _Repeats:
             for v in self._values(value, renamed_dims(value.dims, self._later))
         ]
         values = [
-            replace(
-                value,
-                users=tuple(sorted(value.users, key=order.__getitem__)),
-                kept_by=tuple(sorted(value.kept_by, key=order.__getitem__)),
-                passed_by=tuple(sorted(value.passed_by, key=order.__getitem__)),
-            )
+            value.with_works(lambda names: sorted(names, key=order.__getitem__))
             for value in longer
         ]
         return tuple(works), tuple(values)
@@ -173,43 +169,32 @@ class _Repeats:
             return [self._passed_on(value, value, 0), *self._copied(value)]
         if value.producer in self._inside:
             return [replace(value, view_of=self._whole(value, self._added + 1))]
-        shared = [n for n in value.users if n in self._inside]
-        kept = [n for n in value.kept_by if n in self._inside]
-        passed = [n for n in value.passed_by if n in self._inside]
-        return [
-            replace(
-                value,
-                users=(*value.users, *self._named(shared)),
-                kept_by=(*value.kept_by, *self._named(kept)),
-                passed_by=(*value.passed_by, *self._named(passed)),
-            )
-        ]
+        return [value.with_works(lambda names: (*names, *self._named(names)))]
 
     def _named(self, works: Sequence[str]) -> list[str]:
-        return [_copy(name, n) for n in self._copies for name in works]
+        """Return the names of the copies of those works that are in the layer."""
+        own = [name for name in works if name in self._inside]
+        return [_copy(name, n) for n in self._copies for name in own]
 
     def _copied(self, value: WorkValue) -> list[WorkValue]:
         """Return for each copy the counterpart of a value of the layer before."""
         twin = self._twins[value.name]
         found = []
         for number in self._copies:
-            users, kept, passed = (
-                tuple(_copy(n, number) for n in names if n in self._inside)
-                for names in (twin.users, twin.kept_by, twin.passed_by)
-            )
             place = self._number + number - 1
             inside = replace(
-                twin,
+                twin.with_works(partial(self._in_layer, number=number)),
                 name=_copy(twin.name, number),
                 producer=_copy(twin.producer or "", number),
-                users=users,
-                kept_by=kept,
-                passed_by=passed,
                 dims=renamed_dims(twin.dims, self._in_copy(place)),
                 view_of=self._whole(twin, number),
             )
             found.append(self._passed_on(inside, value, number))
         return found
+
+    def _in_layer(self, works: Sequence[str], number: int) -> list[str]:
+        """Return the names that works of the layer have in a copy."""
+        return [_copy(name, number) for name in works if name in self._inside]
 
     def _whole(self, value: WorkValue, number: int) -> str | None:
         """Return what a value of a copy of the layer is a view of.
@@ -233,15 +218,15 @@ class _Repeats:
             own = [name for name in names if name in self._inside]
             return own if last else [_copy(name, number + 1) for name in own]
 
-        users, kept, passed = (
-            [n for n in names if number or n in self._within]
-            for names in (value.users, value.kept_by, value.passed_by)
+        own = value.with_works(
+            lambda names: [n for n in names if number or n in self._within]
         )
         return replace(
-            value,
-            users=(*users, *after(like.users)),
-            kept_by=(*kept, *after(like.kept_by)),
-            passed_by=(*passed, *after(like.passed_by)),
+            own,
+            users=(*own.users, *after(like.users)),
+            kept_by=(*own.kept_by, *after(like.kept_by)),
+            passed_by=(*own.passed_by, *after(like.passed_by)),
+            passed_again_by=(*own.passed_again_by, *after(like.passed_again_by)),
         )
 
     def _work(self, work: Work, number: int) -> Work:

@@ -199,7 +199,11 @@ def _name_faults(graph: WorkGraph) -> Iterator[str]:
             if count > 1:
                 yield f"expected {what} {name} once, got it {count} times. Keep one."
     for work in graph.works:
-        for what, amounts in (("saves", work.saved), ("passes", work.passed)):
+        for what, amounts in (
+            ("saves", work.saved),
+            ("passes", work.passed),
+            ("makes", work.made),
+        ):
             if missing := {"none", "full"} - set(amounts):
                 yield (
                     f"work {work.name}: expected what it {what} for remat none and "
@@ -212,7 +216,11 @@ def _value_faults(graph: WorkGraph) -> Iterator[str]:
     places = {work.name: place for place, work in enumerate(graph.works)}
     for value in graph.values:
         own = {*value.users, *([] if value.producer is None else [value.producer])}
-        keepers = {"kept_by": value.kept_by, "passed_by": value.passed_by}
+        keepers = {
+            "kept_by": value.kept_by,
+            "passed_by": value.passed_by,
+            "passed_again_by": value.passed_again_by,
+        }
         for name in sorted(own.union(*keepers.values()) - set(places)):
             yield f"value {value.name}: expected known works, got {name}. Add it."
         for what, names in keepers.items():

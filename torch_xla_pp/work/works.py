@@ -91,6 +91,8 @@ class WorkValue:
             it: a stage with one of them keeps the value, once, from F to B or I.
         passed_by: Names of those whose W reads it: a stage with one of them keeps it
             from I to W.
+        passed_again_by: Names of further ones whose W reads it where they compute again
+            what they save, see `Work.passed`.
         dims: Those of its dimensions that parameters have, too.
         view_of: Name of the value that it is a view of, None if it is one of its own.
             A stage with its producer keeps that value in its place, unless the views
@@ -105,6 +107,7 @@ class WorkValue:
     users: tuple[str, ...]
     kept_by: tuple[str, ...] = ()
     passed_by: tuple[str, ...] = ()
+    passed_again_by: tuple[str, ...] = ()
     dims: tuple[ParameterDim, ...] = ()
     view_of: str | None = None
 
@@ -112,6 +115,22 @@ class WorkValue:
     def size(self) -> Amount:
         """Return its size as an amount."""
         return Amount(bytes_per_row=self.bytes_per_row, bytes=self.bytes)
+
+    def with_works(
+        self, change: Callable[[tuple[str, ...]], Iterable[str]]
+    ) -> "WorkValue":
+        """Return it with other users, and other works that read it later.
+
+        Args:
+            change: Takes names of such works and returns others.
+        """
+        return replace(
+            self,
+            users=tuple(change(self.users)),
+            kept_by=tuple(change(self.kept_by)),
+            passed_by=tuple(change(self.passed_by)),
+            passed_again_by=tuple(change(self.passed_again_by)),
+        )
 
 
 def _nothing() -> Mapping[str, Amount]:
@@ -136,6 +155,8 @@ class Work:
             and of values that I has computed, also without values between works. I
             computes again all operands of other works of a stage, so that "full"
             counts for its last works only.
+        made: The same → bytes of `passed` that I makes; the rest is saved from F on. I
+            makes all of what works pass that compute again but are not the last.
         parameters: The parameters that it uses.
         sums: Its sums over devices if parameters are split.
         parts: The values that it keeps, where parameters say how they are split.
@@ -150,6 +171,7 @@ class Work:
     backward_weight: Cost
     saved: Mapping[str, Amount]
     passed: Mapping[str, Amount] = field(default_factory=_nothing)
+    made: Mapping[str, Amount] = field(default_factory=_nothing)
     parameters: tuple[WorkParameter, ...] = ()
     sums: tuple[WorkSum, ...] = ()
     parts: tuple[WorkPart, ...] = ()
