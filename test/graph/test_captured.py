@@ -53,6 +53,27 @@ def test_a_global_of_a_helper_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert captured_by(loss) != before
 
 
+@pytest.mark.parametrize("name", ["factor", "mse_loss"])
+def test_a_global_with_the_name_of_an_attribute_is_another_thing(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    functions = [Trainer().loss, Called()]
+    before = [captured_by(function) for function in functions]
+    monkeypatch.setitem(globals(), name, 3.0)
+    assert [captured_by(function) for function in functions] == before
+
+
+def test_a_global_that_is_looked_up_by_its_name_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def by_name(x: Tensor) -> Any:
+        return x * globals()["FACTOR"]
+
+    before = captured_by(by_name)
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    assert captured_by(by_name) != before
+
+
 def test_a_closure_is_seen_and_a_tensor_counts_by_identity() -> None:
     factor, weight = 1.0, torch.ones(2)
 

@@ -16,6 +16,7 @@ are: changes inside objects that are none of these, such as open files, and glob
 of functions that no followed one names.
 """
 
+import dis
 import re
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -63,6 +64,7 @@ _BASE = frozenset(vars(nn.Module()))
 _BASE_OF_GRAPHS = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph())))
 _BASE_OF_GRAPHS |= {"_graph", "_code", "_lineno_map", "_prologue_start", "meta"}
 _BASE_OF_GRAPHS |= {"_in_spec", "_out_spec", "_codegen"}
+_LOOKUPS = frozenset({"globals", "vars", "eval", "exec"})
 _MISSING = object()
 _NOTHING = (str, "nothing")
 # Values that a traced stage follows.
@@ -436,12 +438,11 @@ class _Walk:
         self.findings.append((label, _Same(function.__code__)))
         if _is_torch(function):
             return
-        own = set(_names_in(function.__code__))
-        self._names.update(own)
+        self._names.update(_names_in(function.__code__))
         if _is_installed(function.__code__.co_filename):
             return
         known = function.__globals__
-        for name in sorted(own.intersection(known)):
+        for name in sorted(_globals_in(function.__code__).intersection(known)):
             self.watch.add_slot(known, name)
             self._add([(f"global {name}", known[name])])
         cells = function.__closure__ or ()
@@ -479,6 +480,24 @@ def _names_in(code: CodeType) -> frozenset[str]:
         elif isinstance(constant, str) and constant.isidentifier():
             found.add(constant)
     return frozenset(found)
+
+
+@lru_cache(maxsize=4096)
+def _globals_in(code: CodeType) -> frozenset[str]:
+    """Return the names of globals that a function reads, and those within it do.
+
+    They are all its names and texts if it may look globals up by name.
+    """
+    found = {
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= _globals_in(constant)
+    is_by_name = not found.isdisjoint(_LOOKUPS) or "__globals__" in code.co_names
+    return _names_in(code) if is_by_name else frozenset(found)
 
 
 @lru_cache(maxsize=4096)

@@ -201,7 +201,9 @@ class StageMemory:
             those microbatches, gradients of losses, and outputs.
         passed_bytes: The peak of values passed from backwards of inputs to those of
             weights; it may be at another time.
-        held_bytes: The peak of both together, with free values.
+        held_bytes: The peak of both together, with free values: memory that waits for
+            the next values, on ranks of one CPU device. It is the rank's, and counts
+            for a stage that is its only one.
         state_bytes: Parameters, buffers, gradients and their sums.
         active_bytes: The peak of what was held while a program ran, plus the program's
             temporaries and results. Where the memory of small values stays with the
