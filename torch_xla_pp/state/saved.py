@@ -62,6 +62,7 @@ class SavedValues:
         self._values.clear()
         self._sizes.clear()
         self._read, self._taken, self._reusing = set(), set(), set()
+        self._given, self._given_size = {}, Size(0, 0)
         self.own = HeldBytes()
         if self._is_alone:
             self.own.put("free", self._size_of_free(), 0)
@@ -137,15 +138,17 @@ class SavedValues:
     ) -> Size:
         """Count values that the last program has made, or has read and not freed."""
         size = self._size_of(values, sizes)
-        read = values.keys() & self._read
-        reused = values.keys() & (self._read | self._reusing)
-        of_rank = self._size_of(reused, sizes).small_bytes
-        own = of_rank if self._is_alone else self._size_of(read, sizes).small_bytes
-        self.of_rank.put(kind, size, of_rank)
-        if self._is_alone or kind != "free":
-            self.own.put(kind, size, own)
+        read, reused = values.keys() & self._read, values.keys() & self._reusing
+        there = self._size_of(read | reused, sizes).small_bytes
+        self.of_rank.put(kind, size, there)
+        if self._is_alone:
+            self.own.put(kind, size, there)
+            return size
+        read_bytes = self._size_of(read, sizes).small_bytes
+        if kind == "free":
+            self.own.leave(read_bytes)
         else:
-            self.own.leave(own)
+            self.own.put(kind, size, read_bytes)
         return size
 
     def _size_of_free(self) -> Size:
