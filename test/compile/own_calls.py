@@ -21,7 +21,10 @@ def own_calls(module: Any, args: tuple[Tensor, ...]) -> int:
 
 
 def check(
-    call: Callable[..., tuple[Tensor, ...]], *args: Tensor, num_calls: int
+    call: Callable[..., tuple[Tensor, ...]],
+    *args: Tensor,
+    num_calls: int,
+    atol: float = 1e-6,
 ) -> None:
     """Run a function of host tensors as a program, and compare."""
     module = make_fx(call)(*args)
@@ -35,6 +38,6 @@ def check(
         got = program(dict(zip(names, values, strict=True)))
         for name, value in zip(outputs, want, strict=True):
             torch.testing.assert_close(
-                got[name].cpu(), value, rtol=2e-6, atol=1e-6, equal_nan=True
+                got[name].cpu(), value, rtol=2e-6, atol=atol, equal_nan=True
             )
     assert own_calls(module, args) == num_calls

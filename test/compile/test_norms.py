@@ -44,9 +44,9 @@ def checked(
     others = [torch.randn(own) for _ in range(num_others)]
     run = functools.partial(forward, layer_norm, own)
     check(run, x, *others, num_calls=calls[0])
-    check(
-        functools.partial(both, layer_norm, own), x, *others, grad, num_calls=calls[1]
-    )
+    run = functools.partial(both, layer_norm, own)
+    # Gradients of the factor and the shift are sums over rows whose terms cancel.
+    check(run, x, *others, grad, num_calls=calls[1], atol=5e-6)
     want = both(functional.layer_norm, own, x, *others, grad)
     for value, eager in zip(both(layer_norm, own, x, *others, grad), want, strict=True):
         torch.testing.assert_close(value, eager, rtol=2e-5, atol=2e-5)

@@ -2,9 +2,14 @@
 
 from torch_xla_pp.state.donated import DonatedValues
 from torch_xla_pp.state.gathered_weights import GatheredWeights
-from torch_xla_pp.state.held_bytes import HeldBytes, SavedKind
 from torch_xla_pp.state.module_state import ModuleState
-from torch_xla_pp.state.saved import SavedValues, StageMemory, optimizer_bytes
+from torch_xla_pp.state.saved import (
+    HeldBytes,
+    SavedKind,
+    SavedValues,
+    StageMemory,
+    optimizer_bytes,
+)
 
 __all__ = [
     "DonatedValues",
