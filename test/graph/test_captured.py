@@ -1,6 +1,7 @@
 """What a function reads from outside is seen to change."""
 
 import functools
+import sys
 from typing import Any
 
 import pytest
@@ -63,15 +64,31 @@ def test_a_global_with_the_name_of_an_attribute_is_another_thing(
     assert [captured_by(function) for function in functions] == before
 
 
-def test_a_global_that_is_looked_up_by_its_name_is_seen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def by_name(x: Tensor) -> Any:
-        return x * globals()["FACTOR"]
+def by_name(x: Tensor) -> Any:
+    return x * globals()["FACTOR"]
 
-    before = captured_by(by_name)
+
+def by_text(x: Tensor) -> Any:
+    return x * getattr(sys.modules[__name__], "FACTOR")  # noqa: B009  # the text counts
+
+
+def by_attribute(x: Tensor) -> Any:
+    return x * sys.modules[__name__].FACTOR
+
+
+def by_import(x: Tensor) -> Any:
+    from graph import test_captured
+
+    return x * test_captured.FACTOR
+
+
+@pytest.mark.parametrize("function", [by_name, by_text, by_attribute, by_import])
+def test_a_global_that_is_looked_up_otherwise_is_seen(
+    monkeypatch: pytest.MonkeyPatch, function: Any
+) -> None:
+    before = captured_by(function)
     monkeypatch.setitem(globals(), "FACTOR", 3.0)
-    assert captured_by(by_name) != before
+    assert captured_by(function) != before
 
 
 def test_a_closure_is_seen_and_a_tensor_counts_by_identity() -> None:

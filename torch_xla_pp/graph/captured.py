@@ -64,7 +64,9 @@ _BASE = frozenset(vars(nn.Module()))
 _BASE_OF_GRAPHS = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph())))
 _BASE_OF_GRAPHS |= {"_graph", "_code", "_lineno_map", "_prologue_start", "meta"}
 _BASE_OF_GRAPHS |= {"_in_spec", "_out_spec", "_codegen"}
-_LOOKUPS = frozenset({"globals", "vars", "eval", "exec"})
+# By these a function may reach its globals, or its module.
+_REACHING = frozenset({"globals", "vars", "eval", "exec", "__globals__"})
+_REACHING |= {"modules", "import_module", "__import__"}
 _MISSING = object()
 _NOTHING = (str, "nothing")
 # Values that a traced stage follows.
@@ -484,20 +486,22 @@ def _names_in(code: CodeType) -> frozenset[str]:
 
 @lru_cache(maxsize=4096)
 def _globals_in(code: CodeType) -> frozenset[str]:
-    """Return the names of globals that a function reads, and those within it do.
+    """Return the names and texts in a function that may be those of globals.
 
-    They are all its names and texts if it may look globals up by name.
+    Names of attributes are not, unless it may reach its globals as an object.
     """
-    found = {
-        instruction.argval
-        for instruction in dis.get_instructions(code)
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    }
+    names, found = _names_in(code), set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            return names
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            found.add(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             found |= _globals_in(constant)
-    is_by_name = not found.isdisjoint(_LOOKUPS) or "__globals__" in code.co_names
-    return _names_in(code) if is_by_name else frozenset(found)
+        elif isinstance(constant, str):
+            found.add(constant)
+    return names if names & _REACHING else frozenset(found)
 
 
 @lru_cache(maxsize=4096)
