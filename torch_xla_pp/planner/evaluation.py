@@ -575,11 +575,13 @@ def _passed_bytes(works: WorkCosts, cut: Cut, saved: Array) -> tuple[Array, Arra
         late = table.keeping[is_late[table.keeping[:, 1]]]
         keys = np.concatenate((keys[~is_late[keys[:, 1]]], late))
     readers = stages[keys[:, 1]]
-    found = _binned(stages, own, count)
-    found += _least_bytes(works, cut, keys[:, 0], readers)
-    are_saved = ~is_full[readers] | (homes[keys[:, 0]] != readers)
-    kept = _binned(stages, own - made, count)
-    kept += _least_bytes(works, cut, keys[are_saved, 0], readers[are_saved])
+    values = kept_values = _least_bytes(works, cut, keys[:, 0], readers)
+    if "full" in cut.remat:
+        are_saved = ~is_full[readers] | (homes[keys[:, 0]] != readers)
+        keys, readers = keys[are_saved], readers[are_saved]
+        kept_values = _least_bytes(works, cut, keys[:, 0], readers)
+    found = _binned(stages, own, count) + values
+    kept = _binned(stages, own - made, count) + kept_values
     grads = _gradient_bytes(works, cut, is_late)
     found = np.where(have_inputs, found, saved) + grads
     return found, np.where(have_inputs, kept, saved)

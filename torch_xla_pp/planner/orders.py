@@ -1,7 +1,7 @@
 """The order of actions that a plan names, and its live microbatches."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import ceil
@@ -326,12 +326,16 @@ def _live_row(row: tuple[Action, ...]) -> LiveRow:
             both[place] = 0
             live[place] -= 1
     if len(stages) == 1:
-        found = {a for a in found if not any(_exceeds(b, a) for b in found - {a})}
+        found = {*_largest(found)}
     times = np.array(sorted(found), dtype=int).reshape(-1, 3, len(stages))
     return LiveRow(np.array(stages), *times.swapaxes(0, 1))
 
 
-def _exceeds(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return whether a time of a stage needs no less memory than another one."""
-    live, waiting, both = (a - b for a, b in zip(one, other, strict=True))
-    return live >= 0 and waiting >= 0 >= both
+def _largest(times: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """Yield the times of a stage, but for those that another one exceeds."""
+    most = [-1, -1]
+    for time in sorted(times, key=lambda time: (-time[0], -time[1], time[2])):
+        _, waiting, both = time
+        if waiting > max(most[: both + 1]):
+            most[both] = waiting
+            yield time
