@@ -25,9 +25,10 @@ ratio_measured: How many times as long as `branches` it took: the median of all 
 ratio_predicted: The same as predicted.
 ratio_error: ratio_predicted / ratio_measured - 1.
 won: In which part of the turns `branches` was faster.
+full_won: In which part of them `full` was.
 
-The last line has `won` of `line` and `spp` together, and the largest `ratio_error` of
-theirs, without sign.
+The last line has `won` and `full_won` of `line` and `spp` together, and the largest
+`ratio_error` of theirs, without sign.
 """
 
 import argparse
@@ -139,7 +140,10 @@ def rows_of(
     for name, plan in plans.items():
         own = by_plan[name]
         low, _, high = quantiles(own, n=4)
-        ratios = [b / a for a, b in zip(by_plan["branches"], own, strict=True)]
+        ratios, times_full = (
+            [b / a for a, b in zip(by_plan[name], own, strict=True)]
+            for name in ("branches", "full")
+        )
         ratio_predicted = predicted[name] / predicted["branches"]
         yield {
             "ranks": len(plan.ranks),
@@ -155,6 +159,7 @@ def rows_of(
             "ratio_predicted": ratio_predicted,
             "ratio_error": ratio_predicted / median(ratios) - 1,
             "won": sum(ratio > 1 for ratio in ratios) / len(ratios),
+            "full_won": sum(ratio > 1 for ratio in times_full) / len(times_full),
         }
 
 
@@ -163,6 +168,7 @@ def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     others = [row for row in rows if row["plan"] in OTHERS]
     return {
         "won": sum(row["won"] for row in others) / len(others),
+        "full_won": sum(row["full_won"] for row in others) / len(others),
         "ratio_error": max(abs(row["ratio_error"]) for row in others),
     }
 
@@ -177,6 +183,7 @@ def line_of(row: dict[str, Any]) -> str:
         f"  predicted {row['predicted_s']:.4f} s"
         f"  ratio {row['ratio_measured']:.3f}, predicted {row['ratio_predicted']:.3f}"
         f" ({row['ratio_error']:+.1%})  won {row['won']:.0%}"
+        f"  full {row['full_won']:.0%}"
     )
 
 

@@ -282,3 +282,17 @@ def _product(shape: Sequence[int]) -> int:
     for size in shape:
         found *= size
     return found
+
+
+def joined_branches() -> WorkGraph:
+    """Two equal branches of two works, and a small work that joins them."""
+    build = WorkBuilder(4)
+    ends = []
+    for branch in range(2):
+        at = build.given(f"x{branch}", 1)
+        for number in range(2):
+            name = f"b{branch}.{number}"
+            at = build.add(name, [at], 1, 5e-3 * 67e9, [(1000, 10)])
+        ends.append(at)
+    build.add("join", ends, 1, 1e-3 * 67e9, [(1000, 10)])
+    return build.graph("two branches")

@@ -4,10 +4,10 @@ import random
 from dataclasses import replace
 
 import pytest
-from planner_models import WorkBuilder, candle, mmt, uneven_gpt
+from planner_models import candle, joined_branches, mmt, uneven_gpt
 
 from torch_xla_pp.planner import PipelinePlan, check, make_plan
-from torch_xla_pp.planner.devices import DEVICES, Cluster
+from torch_xla_pp.planner.devices import DEVICES, Cluster, DeviceSpec
 from torch_xla_pp.planner.evaluation import Cut, Evaluator, Setting
 from torch_xla_pp.planner.moves import neighbours
 from torch_xla_pp.planner.orders import (
@@ -76,20 +76,6 @@ def test_stages_are_where_the_builders_have_them() -> None:
     assert usual_placement("zb1p", 3, 2) == tuple(zb1p(3, 6, 2).placement.values())
 
 
-def joined_branches() -> WorkGraph:
-    """Two equal branches of two works, and a small work that joins them."""
-    build = WorkBuilder(4)
-    ends = []
-    for branch in range(2):
-        at = build.given(f"x{branch}", 1)
-        for number in range(2):
-            name = f"b{branch}.{number}"
-            at = build.add(name, [at], 1, 5e-3 * 67e9, [(1000, 10)])
-        ends.append(at)
-    build.add("join", ends, 1, 1e-3 * 67e9, [(1000, 10)])
-    return build.graph("two branches")
-
-
 def test_a_join_is_cut_off_the_branch_on_its_rank() -> None:
     plans = {
         name: make_plan(
@@ -100,6 +86,7 @@ def test_a_join_is_cut_off_the_branch_on_its_rank() -> None:
             microbatches=(4,),
             schedules=(name,),
             has_own_inputs=True,
+            device=replace(DeviceSpec.named("cpu"), sends_inside=False),
         )
         for name in ("dag", "list")
     }

@@ -31,7 +31,13 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, Costs, Network]:
     times = st.floats(0, 100)
     seconds = {(s, k): draw(times) for s in range(dag.num_stages) for k in "FBIW"}
     flows = tuple(
-        Flow(producer=p, consumers=(c,), num_bytes=draw(st.integers(0, 9)))
+        Flow(
+            producer=p,
+            consumers=(c,),
+            num_bytes=draw(st.integers(0, 9)),
+            made_at=draw(st.floats(0, 1)),
+            graded_at=(draw(st.floats(0, 1)),),
+        )
         for p, c in dag.edges
     )
     pairs = [(a, b) for a in range(dag.num_ranks) for b in range(dag.num_ranks)]

@@ -9,7 +9,7 @@ from strategies import StageDag, legal_tables, needs_of, stage_dags
 
 from torch_xla_pp.errors import ScheduleError
 from torch_xla_pp.schedule import Action, Schedule
-from torch_xla_pp.simulate import Costs, Flow, Link, Network, simulate
+from torch_xla_pp.simulate import Costs, Flow, Link, Network, simulate, step_seconds
 from torch_xla_pp.timeline import Timeline
 
 pytestmark = pytest.mark.pure
@@ -26,7 +26,13 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, Costs, Network]:
     times = st.floats(0, 100)
     keys = [(stage, kind) for stage in range(dag.num_stages) for kind in "FBIW"]
     flows = tuple(
-        Flow(producer=p, consumers=(c,), num_bytes=draw(st.integers(0, 9)))
+        Flow(
+            producer=p,
+            consumers=(c,),
+            num_bytes=draw(st.integers(0, 9)),
+            made_at=draw(st.floats(0, 1)),
+            graded_at=(draw(st.floats(0, 1)),),
+        )
         for p, c in dag.edges
     )
     seconds = {key: draw(times) for key in keys}
@@ -58,8 +64,12 @@ def test_a_step_is_as_long_as_it_must_be(
     """It takes the longest path through orders and dependencies, and no more."""
     schedule, costs, network = case
     step_s = simulate(schedule, costs, Network()).step_s
-    assert step_s == pytest.approx(longest_path(schedule, costs))
     assert simulate(schedule, costs, network).step_s >= step_s
+    flows = [replace(flow, made_at=1.0, graded_at=()) for flow in costs.flows]
+    at_ends = replace(costs, flows=tuple(flows))
+    end_s = simulate(schedule, at_ends, Network()).step_s
+    assert end_s == pytest.approx(longest_path(schedule, costs))
+    assert end_s >= step_s - 1e-9
 
 
 @FEW
@@ -117,6 +127,27 @@ def test_messages_take_latency_and_bandwidth() -> None:
     assert timeline.of_rank(1)[0].waiting_s == 11
 
 
+def test_messages_leave_when_they_are_there() -> None:
+    flow = Flow(producer=0, consumers=(1,), made_at=0.25, graded_at=(0.5,))
+    costs = replace(Costs.uniform(2, forward_s=4), flows=(flow,))
+    timeline = simulate(CHAIN, costs)
+    sent = {str(transfer): transfer.sent_s for transfer in timeline.transfers}
+    # B takes 2 s, and rank 1 runs 1F0 from 1 to 5, 1B0 to 7, 1F1 to 11, 1B1 to 13.
+    assert sent == {"0->1 F0": 1, "0->1 F1": 5, "1->0 B0": 6, "1->0 B1": 12}
+    starts = [span.end_s - span.busy_s for span in timeline.of_rank(0)]
+    assert starts == [0, 4, 8, 12]
+    assert timeline.step_s == step_seconds(CHAIN, costs) == 14
+
+
+def test_values_that_go_together_leave_with_the_last() -> None:
+    early = Flow(producer=0, consumers=(1,), num_bytes=3, made_at=0.0, graded_at=(0.0,))
+    costs = Costs.uniform(2)
+    costs = replace(costs, flows=(early, replace(early, made_at=0.5, graded_at=())))
+    first, *_, last = simulate(CHAIN, costs).transfers
+    assert (first.sent_s, first.num_bytes) == (0.5, 6)
+    assert last.sent_s == simulate(CHAIN, costs).of_rank(1)[-1].end_s
+
+
 def test_each_link_may_differ() -> None:
     costs = Costs.uniform(2)
     network = Network(links={(1, 0): Link(latency_s=7)})
@@ -169,5 +200,9 @@ def test_costs_that_do_not_fit_are_refused() -> None:
         Costs(seconds={(0, "F"): -1}, flows=())
     with pytest.raises(ValueError, match="flow from stage 0: expected a size"):
         Flow(producer=0, consumers=(1,), num_bytes=-1)
+    with pytest.raises(ValueError, match="parts of actions from 0 to 1, got 1.5"):
+        Flow(producer=0, consumers=(1,), made_at=1.5)
+    with pytest.raises(ValueError, match="a part for each of 2 consumers, got 1"):
+        Flow(producer=0, consumers=(1, 2), graded_at=(0.5,))
     with pytest.raises(ValueError, match="link: expected a latency of at least 0"):
         Link(bytes_per_s=0)

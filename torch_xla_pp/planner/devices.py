@@ -26,6 +26,8 @@ class DeviceSpec:
     Args:
         name: Its name.
         flops_per_s: Peak of products of matrices.
+        sends_inside: Whether programs send what they make for other ranks as soon as
+            it is there, rather than at their end.
         dtype: The dtype of these products, such as "bfloat16"; "" for any.
         efficiency: Share of the peak that models reach.
         bytes_per_s: Bandwidth of its memory.
@@ -48,6 +50,7 @@ class DeviceSpec:
     action_s: float
     link_bytes_per_s: float
     link_latency_s: float
+    sends_inside: bool = False
     dtype: str = ""
     is_verified: bool = False
     source: str = ""
@@ -190,6 +193,15 @@ class Cluster:
         return dataclasses.replace(self, device=device, ranks=())
 
     @property
+    def sends_inside(self) -> bool:
+        """Whether programs of all devices send values once they are there."""
+        return all(kind.sends_inside for kind in self._kinds)
+
+    @property
+    def _kinds(self) -> tuple[DeviceSpec, ...]:
+        return tuple(rank.device for rank in self.ranks) or (self.device,)
+
+    @property
     def link_of_replicas(self) -> Link:
         """The link from a rank to that of the next replica."""
         return self.replica_link or self.network.default
@@ -229,6 +241,7 @@ DEVICES = _known(
             action_s=1e-3,
             link_bytes_per_s=2e9,
             link_latency_s=1e-4,
+            sends_inside=True,
             dtype="float32",
             is_verified=True,
             source="docs/performance/step.md: float32 products of one core; the other "

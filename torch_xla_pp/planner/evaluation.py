@@ -25,11 +25,11 @@ from torch_xla_pp.planner.orders import (
     sequence_of,
     usual_placement,
 )
+from torch_xla_pp.planner.stage_flows import WorkParts, flows_of
 from torch_xla_pp.planner.strategies import Strategy
 from torch_xla_pp.planner.work_costs import Array, WorkCosts, WorkTable
 from torch_xla_pp.simulate import (
     Costs,
-    Flow,
     chain_flows,
     ring_all_reduce_s,
     stage_seconds,
@@ -396,15 +396,36 @@ class Evaluator:
         times = zip(*self.by_stage(cut, lambda own: count(own, cut)), strict=True)
         stages = range(cut.num_stages)
         # Messages are of all devices of a rank, whatever their number.
-        flows = flows_of(self.table, works, cut.stages, self.has_own_inputs)
+        flows = flows_of(
+            works,
+            cut.stages,
+            has_own_inputs=self.has_own_inputs,
+            parts=self._parts(works, cut, is_split),
+        )
         if self.has_chain:
-            flows += chain_flows(cut.num_stages)
+            near = {edge for flow in flows if flow.has_gradient for edge in flow.edges}
+            chain = chain_flows(cut.num_stages)
+            flows += tuple(flow for flow in chain if near.isdisjoint(flow.edges))
         return Costs(
             seconds=stage_seconds((float(f), float(i), float(w)) for f, i, w in times),
             flows=flows,
             saved_bytes={s: round(held.saved[s]) for s in stages},
             passed_bytes={s: round(held.passed[s]) for s in stages},
             final_s=dict(enumerate(self.final_s(cut))),
+        )
+
+    def _parts(self, works: WorkCosts, cut: Cut, is_split: bool) -> WorkParts:
+        """Return when in actions the values and gradients of works are there."""
+        if not self.cluster.sends_inside:
+            return WorkParts.at_ends(self.table.num_works)
+        forward, inputs, weights = works.seconds
+        is_full = np.array([remat == "full" for remat in cut.remat])
+        return WorkParts.in_order(
+            np.array(cut.stages),
+            forward,
+            inputs + (works.split_s if is_split else weights),
+            action_s=works.cluster.device.action_s,
+            again_s=stage_sums(cut, forward) * is_full,
         )
 
     def final_s(self, cut: Cut) -> list[float]:
@@ -456,7 +477,7 @@ def split_stage_times(works: WorkCosts, cut: Cut) -> tuple[Array, Array, Array]:
 def _add_borders(works: WorkCosts, cut: Cut, forward: Array, inputs: Array) -> None:
     """Add what makes values whole that stages send, and gradients of them."""
     table, count = works.table, cut.num_stages
-    homes, entered = _homes_and_users(table, cut.stages)
+    homes, entered = table.homes_and_users(cut.stages)
     numbers = table.uses[:, 0]
     is_sent = (homes[numbers] >= 0) & (entered != homes[numbers])
     sent = np.unique(numbers[is_sent])
@@ -466,43 +487,6 @@ def _add_borders(works: WorkCosts, cut: Cut, forward: Array, inputs: Array) -> N
     is_graded = is_sent & table.have_gradients[numbers]
     keys = np.unique(numbers[is_graded] * count + entered[is_graded])
     inputs += _binned(keys % count, works.border_s[keys // count], count)
-
-
-def flows_of(
-    table: WorkTable, works: WorkCosts, stages: Sequence[int], has_own_inputs: bool
-) -> tuple[Flow, ...]:
-    """Return the flows between stages; values with the same stages go together."""
-    sizes: Counter[tuple[int, tuple[int, ...], bool]] = Counter()
-    homes, entered = _homes_and_users(table, stages)
-    crossing = np.unique(table.uses[entered != homes[table.uses[:, 0]], 0])
-    for number in crossing.tolist():
-        producer = table.producers[number]
-        if producer < 0 and has_own_inputs:
-            continue
-        home = 0 if producer < 0 else stages[producer]
-        consumers = {stages[user] for user in table.users[number]} - {home}
-        if consumers:
-            value = table.graph.values[number]
-            has_gradient = value.has_gradient and producer >= 0
-            key = home, tuple(sorted(consumers)), has_gradient
-            sizes[key] += round(works.message_bytes[number])
-    return tuple(
-        Flow(
-            producer=producer,
-            consumers=consumers,
-            num_bytes=num_bytes,
-            has_gradient=has_gradient,
-        )
-        for (producer, consumers, has_gradient), num_bytes in sorted(sizes.items())
-    )
-
-
-def _homes_and_users(
-    table: WorkTable, stages: Sequence[int]
-) -> tuple[NDArray[np.int_], NDArray[np.int_]]:
-    """Return the stage of each value, -1 for inputs, and of the work of each use."""
-    stage_of = np.array([*stages, -1])
-    return stage_of[np.array(table.producers)], stage_of[table.uses[:, 1]]
 
 
 class _Held(NamedTuple):
@@ -558,7 +542,7 @@ def _passed_bytes(works: WorkCosts, cut: Cut, saved: Array) -> tuple[Array, Arra
     own, keys = works.passed["none"], table.passing
     made = np.where(again, own, works.made["none"])
     is_late = ~have_inputs[stages]
-    homes, entered = _homes_and_users(table, cut.stages)
+    homes, entered = table.homes_and_users(cut.stages)
     if "full" in cut.remat:
         inside = table.uses[entered == homes[table.uses[:, 0]], 0]
         is_last = again.copy()
@@ -592,7 +576,7 @@ def _gradient_bytes(works: WorkCosts, cut: Cut, are_makers: NDArray[np.bool_]) -
     table, count, ranks = works.table, cut.num_stages, np.array(cut.ranks)
     if len({*cut.ranks}) == count:
         return np.zeros(count)
-    homes, entered = _homes_and_users(table, cut.stages)
+    homes, entered = table.homes_and_users(cut.stages)
     values = table.uses[:, 0]
     makers = np.array([*are_makers, False])[np.array(table.producers)[values]]
     is_near = (entered != homes[values]) & (ranks[entered] == ranks[homes[values]])
@@ -604,7 +588,7 @@ def _gradient_bytes(works: WorkCosts, cut: Cut, are_makers: NDArray[np.bool_]) -
 
 def _have_input_grads(table: WorkTable, cut: Cut) -> NDArray[np.bool_]:
     """Return for each stage whether it has an I, and W is not the whole backward."""
-    homes, entered = _homes_and_users(table, cut.stages)
+    homes, entered = table.homes_and_users(cut.stages)
     values = table.uses[:, 0]
     found = np.zeros(cut.num_stages, dtype=bool)
     found[entered[table.have_gradients[values] & (entered != homes[values])]] = True
@@ -646,7 +630,7 @@ def _value_bytes(works: WorkCosts, cut: Cut) -> tuple[Array, Array]:
     """Return the bytes of values that stages keep, each once, and of outputs."""
     table, count = works.table, cut.num_stages
     stages = np.array(cut.stages)
-    homes, entered = _homes_and_users(table, cut.stages)
+    homes, entered = table.homes_and_users(cut.stages)
     numbers, keepers = table.keeping[:, 0], stages[table.keeping[:, 1]]
     if "full" in cut.remat:
         is_full = np.array([remat == "full" for remat in cut.remat])
@@ -685,7 +669,7 @@ def _least_bytes(
     least[keys // count, keys % count] = sizes[keys // count]
     are_read = least > 0
     parts = np.zeros_like(least)
-    homes, _ = _homes_and_users(table, cut.stages)
+    homes, _ = table.homes_and_users(cut.stages)
     for views in table.views:
         makers, wholes = homes[views], table.wholes[views]
         np.add.at(parts, (wholes, makers), least[views, makers])
@@ -702,7 +686,7 @@ def _kept_bytes(works: WorkCosts, cut: Cut) -> Array:
     if works.by_rules is None or works.strategy.model == 1:
         return works.value_bytes
     table = works.table
-    homes, entered = _homes_and_users(table, cut.stages)
+    homes, entered = table.homes_and_users(cut.stages)
     found = works.inner_bytes.copy()
     sent = table.uses[entered != homes[table.uses[:, 0]], 0]
     whole = np.concatenate((sent, np.array(table.outputs, dtype=int)))

@@ -99,6 +99,17 @@ class WorkTable:
         names |= {dim.parameter for value in self.graph.values for dim in value.dims}
         return {name: self.rules.logical(name) for name in sorted(names)}
 
+    def homes_and_users(
+        self, stages: Sequence[int] | NDArray[np.int_]
+    ) -> tuple[NDArray[np.int_], NDArray[np.int_]]:
+        """Return the stage of each value, -1 for inputs, and of the work of each use.
+
+        Args:
+            stages: The stage of each work.
+        """
+        stage_of = np.array([*stages, -1])
+        return stage_of[np.array(self.producers)], stage_of[self.uses[:, 1]]
+
     def takes(self, rows: float) -> bool:
         """Return whether times are known for so many rows on a device."""
         if self.measured is None:

@@ -15,21 +15,37 @@ class Flow:
         consumers: The stages that use them.
         num_bytes: Their size.
         has_gradient: Whether each consumer sends gradients of that size back.
+        made_at: The part of the producer's F after which they are there.
+        graded_at: For each consumer the part of its B or I after which its gradients
+            are there; () for the end.
 
     Raises:
-        ValueError: The size is negative.
+        ValueError: The size is negative, or a part is not from 0 to 1.
     """
 
     producer: int
     consumers: tuple[int, ...]
     num_bytes: int = 0
     has_gradient: bool = True
+    made_at: float = 1.0
+    graded_at: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_bytes < 0:
             raise ValueError(
                 f"flow from stage {self.producer}: expected a size of at least 0 "
                 f"bytes, got {self.num_bytes}. Correct it."
+            )
+        if not all(0 <= part <= 1 for part in (self.made_at, *self.graded_at)):
+            raise ValueError(
+                f"flow from stage {self.producer}: expected parts of actions from 0 to "
+                f"1, got {self.made_at} and {self.graded_at}. Correct them."
+            )
+        if self.graded_at and len(self.graded_at) != len(self.consumers):
+            raise ValueError(
+                f"flow from stage {self.producer}: expected a part for each of "
+                f"{len(self.consumers)} consumers, got {len(self.graded_at)}. Correct "
+                "it."
             )
 
     @property

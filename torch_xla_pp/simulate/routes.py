@@ -27,6 +27,8 @@ class Hop(NamedTuple):
     sender: int
     receiver: int
     num_bytes: int
+    part: float = 1.0
+    """The part of the sender's action after which they are there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +36,7 @@ class Stream:
     """The messages that one stage sends to another.
 
     Args:
-        hop: Stages, phase and size.
+        hop: Stages, phase and size, and when in an action they are there.
         sender_rank: Rank that sends.
         receiver_rank: Rank that receives.
         sending_s: Time for which a message occupies the link.
@@ -90,25 +92,33 @@ class Routes:
             sends[hop.sender, hop.phase].append(len(streams))
             receives[hop.receiver, hop.phase].append(len(streams))
             streams.append(_stream(hop, placement, network))
+        for numbers in sends.values():
+            numbers.sort(key=lambda number: streams[number].hop.part)
         return cls(streams=tuple(streams), receives=receives, sends=sends, after=after)
 
 
 def hops(flow: Flow, placement: Mapping[int, int]) -> Iterator[Hop]:
     """Yield the hops of a value to its consumers, and of its gradients back."""
     givers = givers_of(flow.producer, flow.consumers, placement)
+    parts = dict(zip(flow.consumers, flow.graded_at, strict=False))
     for consumer, giver in givers.items():
-        yield Hop(FORWARD, giver, consumer, flow.num_bytes)
+        part = flow.made_at if giver == flow.producer else 1.0
+        yield Hop(FORWARD, giver, consumer, flow.num_bytes, part)
         if flow.has_gradient:
-            yield Hop(BACKWARD, consumer, flow.producer, flow.num_bytes)
+            part = parts.get(consumer, 1.0)
+            yield Hop(BACKWARD, consumer, flow.producer, flow.num_bytes, part)
 
 
 def _merged(hops: Iterator[Hop]) -> Iterator[Hop]:
-    """Join all hops with the same stages and phase."""
+    """Join all hops with the same stages and phase, which are there with the last."""
     sizes: Counter[tuple[int, int, int]] = Counter()
+    parts: dict[tuple[int, int, int], float] = {}
     for hop in hops:
-        sizes[hop[:3]] += hop.num_bytes
-    for (phase, sender, receiver), num_bytes in sorted(sizes.items()):
-        yield Hop(phase, sender, receiver, num_bytes)
+        key = hop.phase, hop.sender, hop.receiver
+        sizes[key] += hop.num_bytes
+        parts[key] = max(hop.part, parts.get(key, 0.0))
+    for key, num_bytes in sorted(sizes.items()):
+        yield Hop(*key, num_bytes, parts[key])
 
 
 def _stream(hop: Hop, placement: Mapping[int, int], network: Network) -> Stream:

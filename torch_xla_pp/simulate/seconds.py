@@ -92,6 +92,7 @@ class _Sent(NamedTuple):
         waiting: The microbatch that the receiver waits for, as a list of one; -1 for
             none.
         receiver: Rank that receives.
+        early_s: Time before the end of the action at which it is there.
     """
 
     arrivals: list[float]
@@ -100,6 +101,7 @@ class _Sent(NamedTuple):
     link: int
     waiting: list[int]
     receiver: int
+    early_s: float = 0.0
 
 
 _Routine = tuple[float, tuple[_Sent, ...], tuple[_Sent, ...]]
@@ -134,9 +136,17 @@ def _ends(order: StepOrder, costs: Costs, routes: Routes) -> list[float] | None:
                 steps[rank] = step
                 break
             now_s = start_s + seconds
-            for arrivals, sending_s, latency_s, link, waiting, receiver in sends:
-                link_s = links_free_s[link]
-                link_s = (link_s if link_s > now_s else now_s) + sending_s
+            for (
+                arrivals,
+                sending_s,
+                latency_s,
+                link,
+                waiting,
+                receiver,
+                early_s,
+            ) in sends:
+                link_s, sent_s = links_free_s[link], now_s - early_s
+                link_s = (link_s if link_s > sent_s else sent_s) + sending_s
                 links_free_s[link] = link_s
                 arrivals[microbatch] = link_s + latency_s
                 if waiting[0] == microbatch:
@@ -180,6 +190,14 @@ def _routines(
         found[number] = (
             seconds,
             tuple(streams[stream] for stream in routes.receives.get(phase, ())),
-            tuple(streams[stream] for stream in routes.sends.get(phase, ())),
+            tuple(
+                _sent_from(streams[number], routes.streams[number].hop.part, seconds)
+                for number in routes.sends.get(phase, ())
+            ),
         )
     return found, len(links)
+
+
+def _sent_from(sent: _Sent, part: float, seconds: float) -> _Sent:
+    """Return messages as actions send them that take so long."""
+    return sent if part == 1 else sent._replace(early_s=(1 - part) * seconds)

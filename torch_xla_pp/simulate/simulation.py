@@ -2,8 +2,9 @@
 
 Every rank runs its actions in their order. An action begins when the rank is free; it
 waits for the messages that it needs, takes the time of its cost, and sends the messages
-that others need. Sending takes the rank no time, and receives find their messages
-whenever they arrive; messages on one link follow each other in the order of sending.
+that others need, each once it is there. Sending takes the rank no time, and receives
+find their messages whenever they arrive; messages on one link follow each other in the
+order of sending.
 
 Law: all times are sums and maxima of costs, in an order that the schedule fixes, so
 that no step gets shorter when something takes longer.
@@ -97,7 +98,8 @@ class _Run:
             start_s = self._start_s(rank, routine, microbatch, free_s)
             if start_s is None:
                 return
-            end_s = start_s + self._seconds(routine)
+            took_s = self._seconds(routine)
+            end_s = start_s + took_s
             spans.append(
                 Span(
                     rank=rank,
@@ -109,7 +111,7 @@ class _Run:
                     waiting_s=start_s - free_s,
                 )
             )
-            self._finish(routine, microbatch, end_s)
+            self._finish(routine, microbatch, end_s, took_s)
             free_s = end_s
 
     def _seconds(self, routine: Routine) -> float:
@@ -138,10 +140,13 @@ class _Run:
                 return None
         return start_s
 
-    def _finish(self, routine: Routine, microbatch: int, now_s: float) -> None:
+    def _finish(
+        self, routine: Routine, microbatch: int, now_s: float, took_s: float
+    ) -> None:
         self._done.add((routine.phase, microbatch))
         for mailbox in routine.sends:
-            self._transfers.append(mailbox.post(microbatch, now_s))
+            sent_s = now_s - (1 - mailbox.stream.hop.part) * took_s
+            self._transfers.append(mailbox.post(microbatch, sent_s))
             if mailbox.sleepers:
                 sleeper = mailbox.sleepers.pop(microbatch, None)
                 if sleeper is not None:
