@@ -128,7 +128,7 @@ def recorded(
     texts: Sequence[str], cores: Sequence[int], rounds: int
 ) -> list[list[float]]:
     """Run plans in turns, and return the seconds of their recorded steps."""
-    return runs.record(cores, make_model, batch_of, texts, rounds)
+    return runs.record(cores, [make_model] * len(texts), batch_of, texts, rounds)
 
 
 def rows_of(

@@ -123,7 +123,7 @@ def recorded(
     texts: Sequence[str], cores: Sequence[int], rounds: int
 ) -> list[list[float]]:
     """Run plans in turns, and return the seconds of their recorded steps."""
-    return runs.record(cores, UnevenGpt, example_of, texts, rounds)
+    return runs.record(cores, [UnevenGpt] * len(texts), example_of, texts, rounds)
 
 
 def row_of(text: str, seconds: Sequence[float], is_chosen: bool) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """What the benchmarks of plans share: measured costs, given stages, recorded steps.
 
-Two ranks of one device; `measure` and `record` are called in both. A batch is what a
+Ranks have one device; `measure` and `record` are called in each. A batch is what a
 model takes, and targets.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -46,7 +45,8 @@ def measure(
     import torch_xla_pp as xpp
 
     core = sides.join(cores)
-    groups = [dist.new_group([rank], backend="xla_pp") for rank in range(2)]
+    every = range(dist.get_world_size())
+    groups = [dist.new_group([rank], backend="xla_pp") for rank in every]
     model, (args, target) = make_model(), batch
     work = xpp.trace_work(model, args)
     costs = xpp.measure_work(
@@ -98,7 +98,7 @@ def predicted_s(plan: PipelinePlan) -> float:
 
 def record(
     cores: Sequence[int],
-    make_model: MakeModel,
+    make_models: Sequence[MakeModel],
     make_batch: Callable[[int], Batch],
     plans: Sequence[str],
     turns: int,
@@ -107,14 +107,16 @@ def record(
 
     Args:
         cores: One core for each rank.
-        make_model: Makes the model.
+        make_models: For each plan what makes the model.
         make_batch: Makes a batch of so many rows.
         plans: The plans as JSON.
         turns: Number of recorded steps of each.
     """
     core = sides.join(cores)
-    model = make_model()
-    runs = [_run_of(copy.deepcopy(model), make_batch, text) for text in plans]
+    runs = [
+        _run_of(make_model(), make_batch, text)
+        for make_model, text in zip(make_models, plans, strict=True)
+    ]
     found: list[list[float]] = [[] for _ in runs]
     for turn in range(WARM_UP_TURNS + turns):
         for run, seconds in zip(runs, found, strict=True):

@@ -24,7 +24,8 @@ namespace xla_pp {
   X(kNorm, norm)                       \
   X(kNormGrad, norm_grad)              \
   X(kNormFactorGrad, norm_factor_grad) \
-  X(kCopy, copy)
+  X(kCopy, copy)                       \
+  X(kPause, pause)
 
 // The words of a number of an operand.
 #define XPP_WORDS(X) X(low) X(high)

@@ -23,6 +23,7 @@
 #include "engine.h"
 #include "engines.h"
 #include "pages.h"
+#include "pause.h"
 #include "products.h"
 #include "recorder.h"
 #include "rows.h"
@@ -320,7 +321,8 @@ XLA_FFI_Handler* const kHandlers[] = {kSend,
                                       NormHandler(),
                                       NormGradHandler(),
                                       NormFactorGradHandler(),
-                                      CopyHandler()};
+                                      CopyHandler(),
+                                      PauseHandler()};
 
 }  // namespace
 

@@ -28,6 +28,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_xla_pp as xpp
+from torch_xla_pp.runtime.wrong_input import check_device
 from torch_xla_pp.testing import Worlds
 
 pytestmark = pytest.mark.worlds
@@ -303,6 +304,11 @@ def wrong_device() -> None:
 def test_a_stage_on_another_device(worlds: Worlds) -> None:
     for text in raised_on_every_rank(worlds, wrong_device):
         assert "device: expected the XLA device, got cpu. Pass xpp.device()" in text
+
+
+def test_a_mesh_in_the_place_of_the_device() -> None:
+    with pytest.raises(ValueError, match=r"expected the XLA device, got \('pp',\)"):
+        check_device(("pp",))  # type: ignore[arg-type]
 
 
 def wrong_rule() -> None:

@@ -21,7 +21,7 @@ from torch_xla_pp.cpu.client import (
     most_small_bytes,
     starting,
 )
-from torch_xla_pp.cpu.handlers import fits_own_ops, has_own_ops
+from torch_xla_pp.cpu.handlers import call_handler, fits_own_ops, has_own_ops
 from torch_xla_pp.cpu.products import (
     PartProduct,
     Product,
@@ -44,6 +44,7 @@ __all__ = [
     "Product",
     "ProductSides",
     "begin_step",
+    "call_handler",
     "copied_view",
     "copying_large_values",
     "fits_own_ops",

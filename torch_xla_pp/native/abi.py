@@ -24,6 +24,7 @@ Op = Literal[
     "norm_grad",
     "norm_factor_grad",
     "copy",
+    "pause",
 ]
 Direction = Literal["F", "B", "S"]
 """What a message carries: "F" values, "B" their gradients, "S" gradients to be summed

@@ -99,7 +99,9 @@ def make_plan(
         stages: Stages that are given: the names of operations, works or modules of
             each, or a file with such lists or a plan. An operation that no stage names
             goes to the last one that makes a value it uses.
-        planner: "full", or one to compare with: spp, pipedream or graphpipe.
+        planner: "full", or one to compare with: spp, pipedream or graphpipe. Plans of
+            the first two predict steps in which each stage waits for the one before; as
+            they run, it waits for the values that it uses.
         has_own_inputs: Whether stages take the model's inputs on their own rank, and
             not from the first stage.
         compare: Whether to run the other planners, too.

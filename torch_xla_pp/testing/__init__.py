@@ -1,5 +1,6 @@
-"""Run functions in every rank of a real job, for tests."""
+"""Run functions in every rank of a real job, and pause in programs, for tests."""
 
+from torch_xla_pp.testing.pause import pause
 from torch_xla_pp.testing.worlds import Outcome, Worlds, WorldsFailed
 
-__all__ = ["Outcome", "Worlds", "WorldsFailed"]
+__all__ = ["Outcome", "Worlds", "WorldsFailed", "pause"]
