@@ -36,7 +36,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from itertools import product
-from statistics import median, quantiles
 from typing import Any
 
 import gpt
@@ -135,32 +134,14 @@ def rows_of(
     plans: dict[str, PipelinePlan], seconds: Sequence[Sequence[float]]
 ) -> Iterator[dict[str, Any]]:
     """Yield what is measured of each plan beside what it predicts."""
-    predicted = {name: runs.predicted_s(plan) for name, plan in plans.items()}
     by_plan = dict(zip(plans, seconds, strict=True))
-    for name, plan in plans.items():
-        own = by_plan[name]
-        low, _, high = quantiles(own, n=4)
-        ratios, times_full = (
-            [b / a for a, b in zip(by_plan[name], own, strict=True)]
+    for row in runs.compared("mmt2", plans, seconds, "branches"):
+        won, full_won = (
+            sum(a < b for a, b in zip(by_plan[name], by_plan[row["plan"]], strict=True))
+            / len(by_plan[name])
             for name in ("branches", "full")
         )
-        ratio_predicted = predicted[name] / predicted["branches"]
-        yield {
-            "ranks": len(plan.ranks),
-            "model": "mmt2",
-            "microbatches": plan.batch.microbatches,
-            "plan": name,
-            "stages": " ".join(f"{s.rank}:{len(s.ops)}" for s in plan.stages),
-            "schedule": plan.schedule.name,
-            "measured_s": median(own),
-            "quartiles_s": (low, high),
-            "predicted_s": predicted[name],
-            "ratio_measured": median(ratios),
-            "ratio_predicted": ratio_predicted,
-            "ratio_error": ratio_predicted / median(ratios) - 1,
-            "won": sum(ratio > 1 for ratio in ratios) / len(ratios),
-            "full_won": sum(ratio > 1 for ratio in times_full) / len(times_full),
-        }
+        yield {**row, "won": won, "full_won": full_won}
 
 
 def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -175,16 +156,7 @@ def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def line_of(row: dict[str, Any]) -> str:
     """Return a row as a line of text."""
-    low, high = row["quartiles_s"]
-    return (
-        f"{row['model']} on {row['ranks']} ranks M={row['microbatches']:<2}"
-        f" {row['plan']:8} {row['schedule']:11} {row['stages']:26}"
-        f" measured {row['measured_s']:.4f} s ({low:.4f} to {high:.4f})"
-        f"  predicted {row['predicted_s']:.4f} s"
-        f"  ratio {row['ratio_measured']:.3f}, predicted {row['ratio_predicted']:.3f}"
-        f" ({row['ratio_error']:+.1%})  won {row['won']:.0%}"
-        f"  full {row['full_won']:.0%}"
-    )
+    return f"{runs.line_of(row)}  won {row['won']:.0%}  full {row['full_won']:.0%}"
 
 
 def main() -> None:

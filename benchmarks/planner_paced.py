@@ -26,10 +26,8 @@ ratio_error: ratio_predicted / ratio_measured - 1.
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from statistics import median, quantiles
-from typing import Any
 
 import planner_runs as runs
 import torch
@@ -40,6 +38,7 @@ from torch_xla_pp.planner.settings import PlannerName
 from torch_xla_pp.testing import pause
 from torch_xla_pp.work import WorkGraph
 
+MODEL = "4 paced branches"
 RANKS, BRANCHES, BLOCKS, ROWS, WIDTH = 8, 4, 4, 4, 16
 FORWARD_S, BACKWARD_S = 0.03, 0.06
 # The join takes so much of a block's time.
@@ -117,46 +116,6 @@ def plan_of(
     return make_plan(work, rows=count * ROWS, costs=costs, planner=name, **options)
 
 
-def rows_of(
-    plans: dict[str, PipelinePlan], seconds: Sequence[Sequence[float]]
-) -> Iterator[dict[str, Any]]:
-    """Yield what is measured of each plan beside what it predicts."""
-    predicted = {name: runs.predicted_s(plan) for name, plan in plans.items()}
-    by_plan = dict(zip(plans, seconds, strict=True))
-    for name, plan in plans.items():
-        own = by_plan[name]
-        low, _, high = quantiles(own, n=4)
-        ratio = median(b / a for a, b in zip(by_plan["full"], own, strict=True))
-        ratio_predicted = predicted[name] / predicted["full"]
-        yield {
-            "ranks": len(plan.ranks),
-            "model": f"{BRANCHES} paced branches",
-            "microbatches": plan.batch.microbatches,
-            "plan": name,
-            "schedule": plan.schedule.name,
-            "stages": " ".join(f"{s.rank}:{len(s.ops)}" for s in plan.stages),
-            "measured_s": median(own),
-            "quartiles_s": (low, high),
-            "predicted_s": predicted[name],
-            "ratio_measured": ratio,
-            "ratio_predicted": ratio_predicted,
-            "ratio_error": ratio_predicted / ratio - 1,
-        }
-
-
-def line_of(row: dict[str, Any]) -> str:
-    """Return a row as a line of text."""
-    low, high = row["quartiles_s"]
-    return (
-        f"{row['model']} on {row['ranks']} ranks M={row['microbatches']:<2}"
-        f" {row['plan']:4} {row['schedule']:11} {row['stages']}"
-        f"\n  measured {row['measured_s']:.4f} s ({low:.4f} to {high:.4f})"
-        f"  predicted {row['predicted_s']:.4f} s"
-        f"  ratio {row['ratio_measured']:.3f}, predicted {row['ratio_predicted']:.3f}"
-        f" ({row['ratio_error']:+.1%})"
-    )
-
-
 def main() -> None:
     """Run the plans for the numbers of microbatches of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -191,8 +150,9 @@ def main() -> None:
         )
     for plans in cells:
         own, found = found[: len(plans)], found[len(plans) :]
-        for row in rows_of(plans, own):
-            print(json.dumps(row) if options.json else line_of(row), flush=True)
+        for row in runs.compared(MODEL, plans, own, "full"):
+            line = json.dumps(row) if options.json else runs.line_of(row)
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ Ranks have one device; `measure` and `record` are called in each. A batch is wha
 model takes, and targets.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import median, quantiles
+from typing import Any
 
 import gpt
 import sides
@@ -125,6 +127,56 @@ def record(
                 seconds.append(step_s)
     check_pinned(core)
     return found
+
+
+def compared(
+    model: str,
+    plans: Mapping[str, PipelinePlan],
+    seconds: Sequence[Sequence[float]],
+    base: str,
+) -> Iterator[dict[str, Any]]:
+    """Yield what is measured of each plan beside what it predicts, with ratios to one.
+
+    Args:
+        model: What the model is called.
+        plans: The plans by name.
+        seconds: For each plan its recorded steps, in turns.
+        base: The plan whose step is 1.
+    """
+    predicted = {name: predicted_s(plan) for name, plan in plans.items()}
+    by_plan = dict(zip(plans, seconds, strict=True))
+    for name, plan in plans.items():
+        own = by_plan[name]
+        low, _, high = quantiles(own, n=4)
+        ratio = median(b / a for a, b in zip(by_plan[base], own, strict=True))
+        ratio_predicted = predicted[name] / predicted[base]
+        yield {
+            "ranks": len(plan.ranks),
+            "model": model,
+            "microbatches": plan.batch.microbatches,
+            "plan": name,
+            "stages": " ".join(f"{s.rank}:{len(s.ops)}" for s in plan.stages),
+            "schedule": plan.schedule.name,
+            "measured_s": median(own),
+            "quartiles_s": (low, high),
+            "predicted_s": predicted[name],
+            "ratio_measured": ratio,
+            "ratio_predicted": ratio_predicted,
+            "ratio_error": ratio_predicted / ratio - 1,
+        }
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """Return a row of `compared` as a line of text."""
+    low, high = row["quartiles_s"]
+    return (
+        f"{row['model']} on {row['ranks']} ranks M={row['microbatches']:<2}"
+        f" {row['plan']:8} {row['schedule']:11} {row['stages']:26}"
+        f" measured {row['measured_s']:.4f} s ({low:.4f} to {high:.4f})"
+        f"  predicted {row['predicted_s']:.4f} s"
+        f"  ratio {row['ratio_measured']:.3f}, predicted {row['ratio_predicted']:.3f}"
+        f" ({row['ratio_error']:+.1%})"
+    )
 
 
 def _run_of(

@@ -1,12 +1,14 @@
 """Hypothesis strategies of the whole suite."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
 from torch_xla_pp.mesh import AxisRules, LocalMesh, Tiling
 from torch_xla_pp.schedule import Action, Schedule, carriers_of
+from torch_xla_pp.simulate import Flow
 from torch_xla_pp.timeline import Span, Timeline, Transfer
 from torch_xla_pp.work import Amount, Cost, Work, WorkGraph, WorkParameter, WorkValue
 
@@ -343,3 +345,19 @@ def _joined(
         between = {(tail, head) for tail in tails for head in other_heads}
         return edges | others | between, heads, other_tails
     return edges | others, heads + other_heads, tails + other_tails
+
+
+@st.composite
+def flows_along(draw: st.DrawFn, edges: Sequence[tuple[int, int]]) -> tuple[Flow, ...]:
+    """A value of any size for each edge, made and graded at any part of an action."""
+    part = st.floats(0, 1)
+    return tuple(
+        Flow(
+            producer=producer,
+            consumers=(consumer,),
+            num_bytes=draw(st.integers(0, 9)),
+            made_at=draw(part),
+            graded_at=(draw(part),),
+        )
+        for producer, consumer in edges
+    )

@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import legal_tables, stage_dags
+from strategies import flows_along, legal_tables, stage_dags
 
 from torch_xla_pp.errors import ScheduleError
 from torch_xla_pp.schedule import Schedule, one_f_one_b, zb1p
 from torch_xla_pp.simulate import (
     Costs,
-    Flow,
     Link,
     Network,
     StepOrder,
@@ -30,16 +29,7 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, Costs, Network]:
     dag = draw(stage_dags())
     times = st.floats(0, 100)
     seconds = {(s, k): draw(times) for s in range(dag.num_stages) for k in "FBIW"}
-    flows = tuple(
-        Flow(
-            producer=p,
-            consumers=(c,),
-            num_bytes=draw(st.integers(0, 9)),
-            made_at=draw(st.floats(0, 1)),
-            graded_at=(draw(st.floats(0, 1)),),
-        )
-        for p, c in dag.edges
-    )
+    flows = draw(flows_along(dag.edges))
     pairs = [(a, b) for a in range(dag.num_ranks) for b in range(dag.num_ranks)]
     links = {
         pair: Link(latency_s=draw(times), bytes_per_s=draw(st.floats(0.1, 10)))

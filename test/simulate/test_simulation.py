@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import StageDag, legal_tables, needs_of, stage_dags
+from strategies import StageDag, flows_along, legal_tables, needs_of, stage_dags
 
 from torch_xla_pp.errors import ScheduleError
 from torch_xla_pp.schedule import Action, Schedule
@@ -25,16 +25,7 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, Costs, Network]:
     schedule = draw(legal_tables(dag))
     times = st.floats(0, 100)
     keys = [(stage, kind) for stage in range(dag.num_stages) for kind in "FBIW"]
-    flows = tuple(
-        Flow(
-            producer=p,
-            consumers=(c,),
-            num_bytes=draw(st.integers(0, 9)),
-            made_at=draw(st.floats(0, 1)),
-            graded_at=(draw(st.floats(0, 1)),),
-        )
-        for p, c in dag.edges
-    )
+    flows = draw(flows_along(dag.edges))
     seconds = {key: draw(times) for key in keys}
     link = Link(latency_s=draw(times), bytes_per_s=draw(st.floats(0.1, 10)))
     return schedule, Costs(seconds=seconds, flows=flows), Network(default=link)
