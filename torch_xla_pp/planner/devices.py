@@ -195,11 +195,8 @@ class Cluster:
     @property
     def sends_inside(self) -> bool:
         """Whether programs of all devices send values once they are there."""
-        return all(kind.sends_inside for kind in self._kinds)
-
-    @property
-    def _kinds(self) -> tuple[DeviceSpec, ...]:
-        return tuple(rank.device for rank in self.ranks) or (self.device,)
+        kinds = [rank.device for rank in self.ranks] or [self.device]
+        return all(kind.sends_inside for kind in kinds)
 
     @property
     def link_of_replicas(self) -> Link:
