@@ -20,9 +20,10 @@ part: `state`: parameters, gradients and the optimizer's state. `kept`: the most
     time of what programs keep for others: saved values, what goes from I to W, outputs.
     While an I runs, what it makes is there with what it reads.
 predicted_bytes: What the plan says of one device.
-measured_bytes: What the stages hold on it, as `rank_memory()` counts it; on ranks of
-    one CPU device with free memory that waits for the next values.
-free_bytes: How much more that is than what programs have kept at a time.
+measured_bytes: What the stages hold on it, as `rank_memory()` counts it, without free
+    memory.
+free_bytes: Memory that waits for the next values at the peak, on ranks of one CPU
+    device; no plan predicts it.
 error: By which part of the measured bytes the prediction is too large.
 """
 
@@ -177,7 +178,7 @@ def measure(cell: dict[str, Any]) -> list[dict[str, Any]]:
     predicted = plan.predicted.ranks[dist.get_rank()].bytes
     measured = {
         "state": held.state_bytes + held.optimizer_bytes,
-        "kept": max(held.held_bytes, *most),
+        "kept": most[0],
     }
     expected = {
         "state": predicted.state,
@@ -188,7 +189,7 @@ def measure(cell: dict[str, Any]) -> list[dict[str, Any]]:
             "part": part,
             "predicted_bytes": expected[part],
             "measured_bytes": measured[part],
-            "free_bytes": measured[part] - most[0] if part == "kept" else 0,
+            "free_bytes": max(held.held_bytes - most[0], 0) if part == "kept" else 0,
             "error": expected[part] / measured[part] - 1,
         }
         for part in measured

@@ -251,8 +251,8 @@ def work_graphs(draw: st.DrawFn, max_works: int = 6) -> WorkGraph:
     values: list[WorkValue] = []
     for place, name in enumerate(names):
         users = tuple(user for user in names[place + 1 :] if draw(st.booleans()))
-        kept_by, passed_by, again_by = (
-            tuple(user for user in users if draw(st.booleans())) for _ in range(3)
+        kept_by, passed_by, again_by, unread_by = (
+            tuple(user for user in users if draw(st.booleans())) for _ in range(4)
         )
         producer = draw(st.sampled_from([name, name, None]))
         viewed = [v.name for v in values if producer in (v.producer, *v.users)]
@@ -268,6 +268,7 @@ def work_graphs(draw: st.DrawFn, max_works: int = 6) -> WorkGraph:
                 kept_by=kept_by,
                 passed_by=passed_by,
                 passed_again_by=again_by,
+                unread_by=unread_by,
                 view_of=draw(st.sampled_from([None, *viewed])) if producer else None,
             )
         )

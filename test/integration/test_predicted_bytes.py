@@ -10,8 +10,6 @@ import torch_xla_pp as xpp
 from torch_xla_pp.testing import Worlds
 
 ROWS, LENGTH, WIDTH, HEADS, VOCAB, MICROBATCHES = 4, 16, 32, 4, 48, 4
-# The second stage receives a product for queries, keys and values.
-FIRST = ("embed", "block.norm", "block.qkv")
 SCHEDULES = ("1f1b", "zb1p")
 
 
@@ -39,21 +37,38 @@ class Model(nn.Module):
         return self.head(F.gelu(self.mix(self.block(self.embed(tokens)))))
 
 
+class SumModel(Model):
+    """A sum of two values, of which the backward of a linear head reads nothing."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(x + self.mix(F.gelu(self.block(x))))
+
+
+# The modules of the first stage. In one case the second stage receives a product for
+# queries, keys and values; in the other it computes its forwards again.
+CASES = {
+    "none": (Model, ("embed", "block.norm", "block.qkv")),
+    "full": (SumModel, ("embed", "block.norm", "block.qkv", "block.out", "block")),
+}
+
+
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def held_under(schedules: tuple[str, ...]) -> list[tuple[int, int]]:
+def held_under(schedules: tuple[str, ...], remat: str) -> list[tuple[int, int]]:
     """Return what is predicted for this rank, and what its stage holds."""
     join()
-    return [held(schedule) for schedule in schedules]
+    return [held(schedule, remat) for schedule in schedules]
 
 
-def held(name: str) -> tuple[int, int]:
+def held(name: str, remat: str) -> tuple[int, int]:
     tokens = torch.arange(MICROBATCHES * ROWS * LENGTH).reshape(-1, LENGTH) % VOCAB
-    model, example = Model(), (tokens[:ROWS],)
+    kind, modules = CASES[remat]
+    model, example = kind(), (tokens[:ROWS],)
     work = xpp.trace_work(model, example, max_stages=1000)
-    first = {op for one in work.works if one.module in FIRST for op in one.ops}
+    first = {op for one in work.works if one.module in modules for op in one.ops}
     stages = [
         [one.ops[0] for one in work.works if first.isdisjoint(one.ops) == is_second]
         for is_second in (False, True)
@@ -65,7 +80,7 @@ def held(name: str) -> tuple[int, int]:
         replicas=(1,),
         microbatches=(MICROBATCHES,),
         schedules=(name,),
-        remat=("none",),
+        remat=(remat,),
         stages=stages,
     )
     mesh = xpp.init_device_mesh("xla", plan=plan)
@@ -82,11 +97,11 @@ def held(name: str) -> tuple[int, int]:
 
 
 @pytest.mark.worlds
-def test_a_stage_that_receives_values_inside_of_attention_holds_what_is_planned() -> (
-    None
-):
+@pytest.mark.parametrize("remat", list(CASES))
+def test_stages_hold_what_is_planned(remat: str) -> None:
     with Worlds() as worlds:
-        by_rank = worlds.run(held_under, ranks=2, args=(SCHEDULES,), timeout_s=300)
+        args = (SCHEDULES, remat)
+        by_rank = worlds.run(held_under, ranks=2, args=args, timeout_s=300)
     for rank, found in enumerate(by_rank):
         for schedule, (predicted, measured) in zip(SCHEDULES, found, strict=True):
             # The gradient of a loss is not predicted.

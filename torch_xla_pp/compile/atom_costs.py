@@ -82,6 +82,7 @@ class AtomCosts:
         kept_outputs: Which outputs and wholes it reads.
         passed_inputs: Which inputs W reads if nothing is computed again.
         passed_again: Which others it reads else.
+        unread: Which inputs I does not read then.
         passed_outputs: Which outputs and wholes it reads then.
         outputs_need_grad: Which outputs have a gradient.
         wholes: Sizes of values inside the atom of which outputs are parts. They count
@@ -107,6 +108,7 @@ class AtomCosts:
     kept_outputs: frozenset[int]
     passed_inputs: frozenset[int]
     passed_again: frozenset[int]
+    unread: frozenset[int]
     passed_outputs: frozenset[int]
     outputs_need_grad: tuple[bool, ...]
     wholes: tuple[Amount, ...]
@@ -256,6 +258,7 @@ class _Sizes:
             kept_outputs=self._outputs_in(read),
             passed_inputs=read_late,
             passed_again=self._inputs_in(passed["full"]) - read_late,
+            unread=self._unread(cuts["full"]),
             passed_outputs=self._outputs_in(passed["none"]),
             outputs_need_grad=tuple(self._joint.outputs_need_grad),
             wholes=tuple(map(self._amount, self._wholes)),
@@ -379,6 +382,13 @@ class _Sizes:
         return {
             self._nodes[name] for name in names if name in computed or is_input(name)
         }
+
+    def _unread(self, cut: StageFunctions) -> frozenset[int]:
+        """Return the inputs that a backward of inputs does not read."""
+        names = {name for name in self._joint.roles.values() if is_input(name)}
+        if cut.backward_input is not None:
+            names -= {*cut.backward_input.inputs}
+        return frozenset(map(index_of_input, names))
 
     def _inputs_in(self, nodes: Iterable[fx.Node]) -> frozenset[int]:
         roles = (self._joint.roles.get(node, "") for node in nodes)

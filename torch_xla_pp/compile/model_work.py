@@ -113,6 +113,7 @@ class _Described:
         self._kept_by: dict[str, list[Atom]] = {}
         self._passed_by: dict[str, list[Atom]] = {}
         self._passed_again_by: dict[str, list[Atom]] = {}
+        self._unread_by: dict[str, list[Atom]] = {}
         self._view_of: dict[str, str] = {}
         self._wholes: dict[Atom, dict[str, Amount]] = {}
         self._costs: dict[str, AtomCosts] = {}
@@ -280,6 +281,8 @@ class _Described:
             self._passed_by.setdefault(name, []).append(atom)
         for name in [used[i] for i in costs.passed_again]:
             self._passed_again_by.setdefault(name, []).append(atom)
+        for name in [used[i] for i in costs.unread]:
+            self._unread_by.setdefault(name, []).append(atom)
 
     def _used(self, atom: Atom) -> list[fx.Node]:
         """Return the values that an atom uses of others and from outside."""
@@ -331,6 +334,7 @@ class _Described:
             kept_by=self._names(self._kept_by.get(name, [])),
             passed_by=self._names(self._passed_by.get(name, [])),
             passed_again_by=self._names(self._passed_again_by.get(name, [])),
+            unread_by=self._names(self._unread_by.get(name, [])),
             dims=tuple(dict.fromkeys(known)),
             view_of=self._view_of.get(name),
         )

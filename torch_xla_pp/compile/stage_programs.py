@@ -15,7 +15,7 @@ from torch_xla_pp.compile.bundles import Bundle
 from torch_xla_pp.compile.group_sums.group_gradients import Grouping, group_gradients
 from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.lowering import LoweringRule
-from torch_xla_pp.compile.names import accumulated, accumulator, storage_of
+from torch_xla_pp.compile.names import accumulated, accumulator, is_route, storage_of
 from torch_xla_pp.compile.partition import Remat, partition_joint
 from torch_xla_pp.compile.program import BoundValues, Constants, Program
 from torch_xla_pp.compile.sizes import device_bytes
@@ -66,7 +66,8 @@ class ValueSizes:
 
     Reading a value's size takes microseconds, so each name is read once: values of one
     set of programs always have the same size. Names that come together once do so
-    again, so their sums are kept, too.
+    again, so their sums are kept, too. Routes count nothing, as the transport holds
+    them all the time.
 
     Args:
         known: Bytes by name.
@@ -78,10 +79,12 @@ class ValueSizes:
 
     def add(self, values: Mapping[str, Tensor]) -> None:
         """Read the sizes of values whose names are new."""
-        new = [name for name in values if name not in self._bytes]
+        new = values.keys() - self._bytes
         if new:
-            found = device_bytes([values[name] for name in new])
-            self._bytes.update(zip(new, found, strict=True))
+            self._bytes.update(dict.fromkeys(new, 0))
+            held = [name for name in new if not is_route(name)]
+            found = device_bytes([values[name] for name in held])
+            self._bytes.update(zip(held, found, strict=True))
 
     def __getitem__(self, name: str) -> int:
         """Return the bytes of a value of this name."""

@@ -183,7 +183,8 @@ def _rank_need(
         names = {work.name for work in graph.works if homes[work.name] == stage}
         remat = plan.stages[stage].remat
         in_input = _in_input_backward(graph, names)
-        again_last: set[str] = set()
+        lasts = _last_computed(graph, names)
+        again_last = lasts if remat == "full" else set()
         seen: set[str] = set()
         for work in graph.works:
             if work.name not in names:
@@ -195,12 +196,8 @@ def _rank_need(
                 seen |= {parameter.tied} if parameter.tied is not None else set()
             saved[stage] += split.saved(work, remat, rows)
             is_late = work.name not in in_input
-            is_last = not any(
-                value.producer == work.name and names & set(value.users)
-                for value in graph.values
-            )
+            is_last = work.name in lasts
             again = remat if is_last else "none"
-            again_last |= {work.name} if again == "full" else set()
             if is_late:
                 passed[stage] += split.saved(work, remat, rows)
             else:
@@ -218,18 +215,25 @@ def _rank_need(
             if value.producer not in names and names & set(value.users)
         ]
         entered = {value.name for value in entering}
+        readers_of = {
+            value.name: names.intersection(value.passed_by)
+            | again_last.intersection(value.passed_again_by)
+            for value in graph.values
+        }
+        _read_operands(graph, names & again_last, readers_of)
         kept_here: set[str] = set()
         late_here: set[str] = set()
         held_here: set[str] = set()
         for value in graph.values:
             enters = value.name in entered
-            is_kept = enters if remat == "full" else names & set(value.kept_by)
-            readers = names & (
-                {*value.passed_by} & in_input
-                | {*value.passed_again_by} & in_input & again_last
-                | {*value.kept_by} - in_input
-            )
-            kept_here |= {value.name} if is_kept else set()
+            keepers = names.intersection(value.kept_by)
+            if remat == "full":
+                unread = lasts.intersection(value.unread_by)
+                computing = names.intersection(value.users) - unread
+                keepers = computing | readers_of[value.name] if enters else set()
+            readers = readers_of[value.name] & in_input
+            readers |= names & ({*value.kept_by} - in_input)
+            kept_here |= {value.name} if keepers else set()
             late_here |= {value.name} if readers else set()
             is_held = readers and (enters or remat == "none")
             held_here |= {value.name} if is_held else set()
@@ -275,6 +279,42 @@ def _least_bytes(
         )
 
     return sum(map(least, views[None]))
+
+
+def _last_computed(graph: WorkGraph, names: set[str]) -> set[str]:
+    """Return the works of a stage whose values its I does not compute again."""
+    read: set[str | None] = set()
+    found: set[str] = set()
+    for work in reversed(graph.works):
+        if work.name not in names:
+            continue
+        is_last = work.name not in read
+        found |= {work.name} if is_last else set()
+        for value in graph.values:
+            is_unread = is_last and work.name in value.unread_by
+            if work.name in value.users and not is_unread:
+                read.add(value.producer)
+    return found
+
+
+def _read_operands(
+    graph: WorkGraph, lasts: set[str], readers_of: dict[str, set[str]]
+) -> None:
+    """Let W read the operands of the works that it computes again itself.
+
+    Args:
+        graph: All works.
+        lasts: Works of the stage whose values I does not compute again.
+        readers_of: The works of the stage whose W reads each value.
+    """
+    for work in reversed(graph.works):
+        own = [v for v in graph.values if v.producer == work.name in lasts]
+        if any(readers_of[value.name] - {work.name} for value in own):
+            for value in own:
+                readers_of[value.name] &= {work.name}
+            for value in graph.values:
+                if work.name in value.users:
+                    readers_of[value.name].add(work.name)
 
 
 def _in_input_backward(graph: WorkGraph, names: set[str]) -> set[str]:

@@ -509,11 +509,12 @@ def _held_bytes(works: WorkCosts, cut: Cut) -> _Held:
     """Return what stages hold, if all ranks are as the one of these costs."""
     parameters = stage_sums(cut, works.parameter_bytes)
     _count_ties_once(works, cut.stages, parameters)
-    values, outputs = _value_bytes(works, cut)
+    again = _computed_again(works.table, cut)
+    values, outputs = _value_bytes(works, cut, again)
     is_full = np.array([remat == "full" for remat in cut.remat])
     own = {remat: stage_sums(cut, held) for remat, held in works.saved.items()}
     saved = values + np.where(is_full, own["full"], own["none"])
-    passed, late = _passed_bytes(works, cut, saved)
+    passed, late = _passed_bytes(works, cut, saved, again)
     largest = np.zeros(cut.num_stages)
     np.maximum.at(largest, np.array(cut.stages), works.running_bytes)
     return _Held(
@@ -528,29 +529,27 @@ def _held_bytes(works: WorkCosts, cut: Cut) -> _Held:
     )
 
 
-def _passed_bytes(works: WorkCosts, cut: Cut, saved: Array) -> tuple[Array, Array]:
+def _passed_bytes(
+    works: WorkCosts, cut: Cut, saved: Array, computed: "_ComputedAgain"
+) -> tuple[Array, Array]:
     """Return the bytes that stages keep from I to W, and those of them saved from F on.
 
     All saved ones are if there is no I. A work from which no gradient goes to another
     stage has no part in I: gradients of its values wait for W, too. Those from other
-    ranks are received by W itself.
+    ranks are received by W itself. What I does not need it does not compute again: W
+    does.
     """
     table, count, stages = works.table, cut.num_stages, np.array(cut.stages)
     have_inputs = _have_input_grads(table, cut)
     is_full = np.array([remat == "full" for remat in cut.remat])
     again = is_full[stages]
-    own, keys = works.passed["none"], table.passing
+    own, keys = works.passed["none"], computed.read
     made = np.where(again, own, works.made["none"])
     is_late = ~have_inputs[stages]
-    homes, entered = table.homes_and_users(cut.stages)
+    homes, _ = table.homes_and_users(cut.stages)
     if "full" in cut.remat:
-        inside = table.uses[entered == homes[table.uses[:, 0]], 0]
-        is_last = again.copy()
-        is_last[np.array(table.producers)[inside]] = False
-        own = np.where(is_last, works.passed["full"], own)
-        made = np.where(is_last, works.made["full"], made)
-        more = table.passing_again[is_last[table.passing_again[:, 1]]]
-        keys = np.concatenate((keys, more))
+        own = np.where(computed.is_last, works.passed["full"], own)
+        made = np.where(computed.is_last, works.made["full"], made)
     if any(have_inputs[cut.stages[place]] for place in table.sources):
         is_late = ~_in_input_backward(table, cut)
         held = np.where(again, works.saved["full"], works.saved["none"])
@@ -569,6 +568,81 @@ def _passed_bytes(works: WorkCosts, cut: Cut, saved: Array) -> tuple[Array, Arra
     grads = _gradient_bytes(works, cut, is_late)
     found = np.where(have_inputs, found, saved) + grads
     return found, np.where(have_inputs, kept, saved)
+
+
+class _ComputedAgain(NamedTuple):
+    """What I computes again, and W does.
+
+    Of works that compute again, `is_last` tells those of whose values I reads none, and
+    computes none: W does, of their operands. `read` has numbers of values and places of
+    works: what W of a work reads, of a stage's values and of others'.
+    """
+
+    is_last: NDArray[np.bool_]
+    read: NDArray[np.int_]
+
+
+def _computed_again(table: WorkTable, cut: Cut) -> _ComputedAgain:
+    """Return what I computes again, and W does."""
+    if "full" not in cut.remat:
+        return _ComputedAgain(np.zeros(table.num_works, dtype=bool), table.passing)
+    stages = np.array(cut.stages)
+    homes, entered = table.homes_and_users(cut.stages)
+    again = np.array([remat == "full" for remat in cut.remat])[stages]
+    is_last = _last_computed(table, again, entered == homes[table.uses[:, 0]])
+    more = table.passing_again[is_last[table.passing_again[:, 1]]]
+    read = np.concatenate((table.passing, more))
+    read = _operands_in_place(table, read, stages, is_last)
+    return _ComputedAgain(is_last, read)
+
+
+def _last_computed(
+    table: WorkTable, again: NDArray[np.bool_], are_inside: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """Return the works that compute again of whose values I reads none.
+
+    Args:
+        table: The works.
+        again: Which works compute again.
+        are_inside: Which uses are in the stage that makes the value.
+    """
+    values, users = table.uses[are_inside].T
+    makers, are_unread = np.array(table.producers)[values], table.are_unread[are_inside]
+    found = again
+    while True:
+        left = again.copy()
+        left[makers[~(are_unread & found[users])]] = False
+        if (left == found).all():
+            return found
+        found = left
+
+
+def _operands_in_place(
+    table: WorkTable,
+    keys: NDArray[np.int_],
+    stages: NDArray[np.int_],
+    is_last: NDArray[np.bool_],
+) -> NDArray[np.int_]:
+    """Put operands in the place of what W reads, where W computes that itself.
+
+    Args:
+        table: The works.
+        keys: Number of a value and place of a work whose W reads it: (works, 2).
+        stages: The stage of each work.
+        is_last: Of which works I does not compute the values.
+    """
+    makers = np.array(table.producers)
+    computed = np.zeros(table.num_works, dtype=bool)
+    while True:
+        own, readers = makers[keys[:, 0]], keys[:, 1]
+        is_inside = (own >= 0) & (own != readers) & (stages[own] == stages[readers])
+        is_computed = is_inside & is_last[own]
+        if not is_computed.any():
+            return keys
+        new = own[is_computed & ~computed[own]]
+        computed[new] = True
+        more = table.uses[np.isin(table.uses[:, 1], new)]
+        keys = np.concatenate((keys[~is_computed], more))
 
 
 def _gradient_bytes(works: WorkCosts, cut: Cut, are_makers: NDArray[np.bool_]) -> Array:
@@ -626,7 +700,9 @@ def _count_ties_once(works: WorkCosts, stages: Sequence[int], found: Array) -> N
             found[stage] -= (count - 1) * num_bytes * share
 
 
-def _value_bytes(works: WorkCosts, cut: Cut) -> tuple[Array, Array]:
+def _value_bytes(
+    works: WorkCosts, cut: Cut, computed: _ComputedAgain
+) -> tuple[Array, Array]:
     """Return the bytes of values that stages keep, each once, and of outputs."""
     table, count = works.table, cut.num_stages
     stages = np.array(cut.stages)
@@ -634,11 +710,14 @@ def _value_bytes(works: WorkCosts, cut: Cut) -> tuple[Array, Array]:
     numbers, keepers = table.keeping[:, 0], stages[table.keeping[:, 1]]
     if "full" in cut.remat:
         is_full = np.array([remat == "full" for remat in cut.remat])
-        values = table.uses[:, 0]
+        values, users = table.uses.T
+        codes = (table.num_works, 1)
+        is_read = np.isin(table.uses @ codes, computed.read @ codes)
         again = is_full[entered] & (entered != homes[values])
-        computed = ~is_full[keepers]
-        numbers = np.concatenate((numbers[computed], values[again]))
-        keepers = np.concatenate((keepers[computed], entered[again]))
+        again &= ~(table.are_unread & computed.is_last[users]) | is_read
+        is_saved = ~is_full[keepers]
+        numbers = np.concatenate((numbers[is_saved], values[again]))
+        keepers = np.concatenate((keepers[is_saved], entered[again]))
     saved = _least_bytes(works, cut, numbers, keepers)
     outputs = np.zeros(count)
     for number in table.outputs:

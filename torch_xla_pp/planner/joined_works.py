@@ -197,6 +197,7 @@ def joined_graph(graph: WorkGraph, groups: _Groups) -> WorkGraph:
         _readers(graph, home, {value.name: of(value) for value in graph.values})
         for of in map(attrgetter, ("kept_by", "passed_by", "passed_again_by"))
     )
+    unread_of = _unread(graph, home)
     for value in graph.values:
         producer = None if value.producer is None else home[value.producer]
         users = {home[user] for user in value.users} - {producer}
@@ -211,6 +212,9 @@ def joined_graph(graph: WorkGraph, groups: _Groups) -> WorkGraph:
                     passed_by=tuple(sorted(passers, key=order.__getitem__)),
                     passed_again_by=tuple(
                         sorted(again_of[value.name], key=order.__getitem__)
+                    ),
+                    unread_by=tuple(
+                        sorted(unread_of[value.name] & users, key=order.__getitem__)
                     ),
                 )
             )
@@ -266,6 +270,31 @@ def _readers(
                 value = known[value.view_of]
             found[value.name].add(work)
     return found
+
+
+def _unread(graph: WorkGraph, home: Mapping[str, str]) -> dict[str, set[str]]:
+    """Return the joined works whose I, computing again, does not read each value.
+
+    Args:
+        graph: All works.
+        home: The joined work of each.
+    """
+    read: dict[str, set[str]] = {value.name: set() for value in graph.values}
+    needed: set[str] = set()
+    used: dict[str, list[WorkValue]] = {work.name: [] for work in graph.works}
+    for value in graph.values:
+        for user in value.users:
+            used[user].append(value)
+    for work in reversed(graph.works):
+        for value in used[work.name]:
+            if work.name in needed or work.name not in value.unread_by:
+                read[value.name].add(home[work.name])
+                is_inside = home.get(value.producer or "") == home[work.name]
+                needed |= {value.producer or ""} if is_inside else set()
+    return {
+        value.name: {home[user] for user in value.users} - read[value.name]
+        for value in graph.values
+    }
 
 
 def joined_costs(

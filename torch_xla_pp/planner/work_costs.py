@@ -208,6 +208,13 @@ class WorkTable:
         return _pairs([[index[w] for w in v.passed_again_by] for v in values])
 
     @cached_property
+    def are_unread(self) -> NDArray[np.bool_]:
+        """Whether the I of each use's work, which computes again, does not read it."""
+        index, values = self.graph.index, self.graph.values
+        found = {(n, index[w]) for n, v in enumerate(values) for w in v.unread_by}
+        return np.array([(v, w) in found for v, w in self.uses.tolist()], dtype=bool)
+
+    @cached_property
     def are_used(self) -> NDArray[np.bool_]:
         """Whether each value leaves its work, and not only views of it."""
         found = np.array([bool(value.users) for value in self.graph.values], dtype=bool)

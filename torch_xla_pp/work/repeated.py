@@ -227,6 +227,7 @@ class _Repeats:
             kept_by=(*own.kept_by, *after(like.kept_by)),
             passed_by=(*own.passed_by, *after(like.passed_by)),
             passed_again_by=(*own.passed_again_by, *after(like.passed_again_by)),
+            unread_by=(*own.unread_by, *after(like.unread_by)),
         )
 
     def _work(self, work: Work, number: int) -> Work:

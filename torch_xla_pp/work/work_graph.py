@@ -220,6 +220,7 @@ def _value_faults(graph: WorkGraph) -> Iterator[str]:
             "kept_by": value.kept_by,
             "passed_by": value.passed_by,
             "passed_again_by": value.passed_again_by,
+            "unread_by": value.unread_by,
         }
         for name in sorted(own.union(*keepers.values()) - set(places)):
             yield f"value {value.name}: expected known works, got {name}. Add it."

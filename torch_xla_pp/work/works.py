@@ -93,6 +93,8 @@ class WorkValue:
             from I to W.
         passed_again_by: Names of further ones whose W reads it where they compute again
             what they save, see `Work.passed`.
+        unread_by: Names of users whose I does not read it where they compute again: a
+            stage's I computes it there only if it needs what they make of it.
         dims: Those of its dimensions that parameters have, too.
         view_of: Name of the value that it is a view of, None if it is one of its own.
             A stage with its producer keeps that value in its place, unless the views
@@ -108,6 +110,7 @@ class WorkValue:
     kept_by: tuple[str, ...] = ()
     passed_by: tuple[str, ...] = ()
     passed_again_by: tuple[str, ...] = ()
+    unread_by: tuple[str, ...] = ()
     dims: tuple[ParameterDim, ...] = ()
     view_of: str | None = None
 
@@ -130,6 +133,7 @@ class WorkValue:
             kept_by=tuple(change(self.kept_by)),
             passed_by=tuple(change(self.passed_by)),
             passed_again_by=tuple(change(self.passed_again_by)),
+            unread_by=tuple(change(self.unread_by)),
         )
 
 
@@ -153,8 +157,8 @@ class Work:
             between works: see `WorkValue.kept_by`.
         passed: The same → bytes kept from I to W: those that W reads of saved values,
             and of values that I has computed, also without values between works. I
-            computes again all operands of other works of a stage, so that "full"
-            counts for its last works only.
+            computes again what other works of a stage need, so that "full" counts
+            for works alone of whose values its I reads none, such as its last ones.
         made: The same → bytes of `passed` that I makes; the rest is saved from F on. I
             makes all of what works pass that compute again but are not the last.
         parameters: The parameters that it uses.
