@@ -113,8 +113,8 @@ def test_a_run_costs_what_the_evaluation_says(graph: WorkGraph, remat: str) -> N
             assert tables.state[run] == pytest.approx(state, abs=2)
             if not run[0]:
                 continue
-            # Where only views of a value are kept, the tables count the whole value, and
-            # what a stage receives though no backward of it reads that.
+            # The tables count whole values where views alone are kept, and what a stage
+            # receives though no backward of it reads that.
             if any(value.view_of or value.unread_by for value in graph.values):
                 assert tables.saved[remat][run] >= saved - 1
             else:
