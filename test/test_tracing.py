@@ -17,6 +17,8 @@ from planned_models import (
     model_of,
     plan_of,
 )
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import torch_xla_pp as xpp
 from torch_xla_pp.graph import StageGraph
@@ -133,6 +135,27 @@ def test_the_works_of_an_mlp_keep_together_what_one_that_is_all_of_it_keeps() ->
         parts = [one for one in many.works if set(one.ops) <= set(whole.ops)]
         assert len(parts) > 1
         assert held_by(many, parts) == held_by(few, [whole])
+
+
+def test_what_a_backward_of_inputs_does_not_read_is_told() -> None:
+    """A linear layer's does not read its input, and a sum's reads neither operand."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(x + F.gelu(self.first(x)))
+
+    work = trace_work(Model(), (torch.randn(ROWS, WIDTH),), max_stages=1000)
+    unread = {value.name: value.unread_by for value in work.values if value.users}
+    assert unread == {
+        "x": ("linear", "add"),
+        "linear": (),
+        "gelu": ("add",),
+        "add": ("linear_1",),
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,8 +1,9 @@
 """Sizes of values are read once, and their sums are kept."""
 
 import pytest
+import torch
 
-from torch_xla_pp.compile import ValueSizes
+from torch_xla_pp.compile import ValueSizes, route_in
 
 pytestmark = pytest.mark.pure
 
@@ -16,3 +17,8 @@ def test_sums_are_those_of_the_names_and_of_values_that_are_small_enough() -> No
         assert sizes.total(["a", "b"], 5) == sizes.total([]) == 0
     with pytest.raises(KeyError):
         sizes.total(["unknown"])
+
+
+def test_routes_are_the_transport_s() -> None:
+    values = {"a": torch.ones(3), route_in(1): torch.ones(4)}
+    assert ValueSizes({"a": 100}).of(values) == 100

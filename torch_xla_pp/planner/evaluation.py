@@ -711,10 +711,12 @@ def _value_bytes(
     if "full" in cut.remat:
         is_full = np.array([remat == "full" for remat in cut.remat])
         values, users = table.uses.T
-        codes = (table.num_works, 1)
-        is_read = np.isin(table.uses @ codes, computed.read @ codes)
         again = is_full[entered] & (entered != homes[values])
-        again &= ~(table.are_unread & computed.is_last[users]) | is_read
+        is_unread = again & table.are_unread & computed.is_last[users]
+        if is_unread.any():
+            codes = (table.num_works, 1)
+            is_read = np.isin(table.uses @ codes, computed.read @ codes)
+            again &= ~is_unread | is_read
         is_saved = ~is_full[keepers]
         numbers = np.concatenate((numbers[is_saved], values[again]))
         keepers = np.concatenate((keepers[is_saved], entered[again]))
