@@ -4,7 +4,7 @@
     python benchmarks/planner_listed.py
     python benchmarks/planner_listed.py --seconds 300 --json
 
-Cases are small: three or four stages, as many microbatches, times of 1 to 9 ms drawn at
+Cases are small: three or four stages and microbatches, times of 1 to 9 ms drawn at
 random, messages of 0 to 2 ms. The model that is solved has what a simulation has: a
 rank runs one action at a time, a message leaves at the end of its action, and a stage
 holds a microbatch from its F to the end of its B or W. The last stage's forwards take
