@@ -11,6 +11,8 @@ import torch.distributed as dist
 import torch_xla.debug.metrics as metrics
 from integration.training import COUNTERS, Job, batch, run_step, start
 from joining import join
+from torch import nn
+from torch.distributed.pipelining import ScheduleGPipe
 
 import torch_xla_pp as xpp
 from torch_xla_pp.errors import PipelineError
@@ -18,7 +20,7 @@ from torch_xla_pp.native import notes
 from torch_xla_pp.profile import clock
 from torch_xla_pp.profile.clock import clock_offset_ns
 from torch_xla_pp.schedule import Schedule
-from torch_xla_pp.testing import Worlds
+from torch_xla_pp.testing import Worlds, pause
 from torch_xla_pp.timeline import Span, Timeline
 from torch_xla_pp.torch_compat import order_of
 from torch_xla_pp.transport import of_group
@@ -26,6 +28,7 @@ from torch_xla_pp.transport import of_group
 pytestmark = pytest.mark.worlds
 
 DELAY_S = 0.05
+PAUSES = 3
 # Of the clocks of two processes on one host, and of a note and what it is about.
 TOLERANCE_S = 0.002
 BYTES = 2 * 3 * 8 * 4  # of a microbatch between two stages
@@ -149,6 +152,37 @@ def check_waiting(timeline: Timeline) -> None:
             (span,) = spans(timeline, transfer.receiver_stage, "F", transfer.microbatch)
             late_s = max(0.0, transfer.received_s - span.start_s)
             assert span.waiting_s <= late_s + TOLERANCE_S
+
+
+class Pauses(nn.Module):
+    """Layers whose parameters are small, each of which takes a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(PAUSES))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = pause(layer(x), DELAY_S, DELAY_S)
+        return x
+
+
+def paused() -> list[Span]:
+    join()
+    stage = xpp.PipelineStage(Pauses(), 0, 1, xpp.device())
+    schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+    values = torch.ones(2, 4)
+    for _ in range(2):
+        with xpp.profile_step(schedule) as profile:
+            schedule.step(values, target=values)
+    return [*profile.timeline.of_rank(0)]
+
+
+def test_an_action_ends_when_its_last_gradient_is_there(worlds: Worlds) -> None:
+    (found,) = worlds.run(paused, ranks=1, devices=1)
+    assert [str(span) for span in found] == ["0F0", "0F1", "0B0", "0B1"]
+    for span in found:
+        assert span.busy_s >= PAUSES * DELAY_S - TOLERANCE_S
 
 
 def misused(job: Job, folder: Path) -> list[str]:

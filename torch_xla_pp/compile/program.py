@@ -364,10 +364,10 @@ class Program:
         tokens += [border.send(sent, values) for sent in self.spec.sent]
         if tokens:
             values[TOKEN] = reduce(operator.add, tokens)
-        if self.spec.is_marked:
-            values[TOKEN] = self._end(values)
         made = [bundle for bundle in bundles if bundle.name in self.outputs]
         values |= {bundle.name: bundle.joined(values) for bundle in made}
+        if self.spec.is_marked:
+            values[TOKEN] = self._end(values)
         values |= self._recycle({name: values[name] for name in self.spec.recycled})
         return [values[name] for name in self.outputs]
 
@@ -401,11 +401,13 @@ class Program:
     def _end(self, values: Mapping[str, Tensor]) -> Tensor:
         """Note the end; return a token.
 
-        It comes after all sends and every output whose sharding is known. The shardings
-        of other outputs are XLA's choice, but they are computed on the way to those.
+        It comes after all sends, all bundles and every output whose sharding is known.
+        The shardings of other outputs are XLA's choice, but they are computed on the
+        way to those.
         """
-        done = [(values[n], self._pins[n]) for n in self.outputs if n in self._pins]
-        done.append((values[TOKEN], xla_compat.replicated_sharding()))
+        whole = [TOKEN, *(bundle.name for bundle in self.spec.bundles)]
+        known = {**self._pins, **dict.fromkeys(whole, xla_compat.replicated_sharding())}
+        done = [(values[n], known[n]) for n in self.outputs if n in known]
         return notes.end_op(values[MARK], done)
 
     def _run(self, values: Mapping[str, Tensor]) -> Sequence[Tensor]:
