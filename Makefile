@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CSRC := $(wildcard csrc/*.cc csrc/*.h csrc/test/*.cc csrc/test/*.h)
-MATCHING := $(addprefix csrc/,engine.cc executor.cc inbox.cc message.cc pool.cc)
+MATCHING := $(addprefix csrc/,engine.cc executor.cc inbox.cc message.cc pool.cc shared.cc)
 
 .PHONY: help demo test test-tpu stress faults ops lint types docs pages wheel format sanitize clean
 
@@ -82,8 +82,8 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CSRC)
 
-# The matching of messages, and large blocks, under the thread and the address sanitizer.
-SANITIZED := $(foreach test,engine_test blocks_test,build/$(test).thread build/$(test).address)
+# The matching of messages, large and shared blocks, under the thread and the address sanitizer.
+SANITIZED := $(foreach test,engine_test blocks_test shared_test,build/$(test).thread build/$(test).address)
 sanitize: $(SANITIZED)
 	$(foreach test,$(SANITIZED),$(test) &&) true
 
@@ -94,6 +94,10 @@ build/engine_test.%: csrc/test/engine_test.cc csrc/test/expect.h $(MATCHING) $(w
 	$(SANITIZE)
 
 build/blocks_test.%: csrc/test/blocks_test.cc csrc/test/expect.h csrc/blocks.cc csrc/blocks.h
+	@mkdir -p build
+	$(SANITIZE)
+
+build/shared_test.%: csrc/test/shared_test.cc csrc/test/expect.h csrc/shared.cc csrc/shared.h
 	@mkdir -p build
 	$(SANITIZE)
 

@@ -230,7 +230,7 @@ def latency_and_bandwidth(sizes: Sequence[int]) -> list[dict[str, float | str]]:
     for size in sizes:
         calls = {side: make(size) for side, make in makers.items()}
         trips = 50 if size < 1 << 20 else 5
-        messages = 20 if size < 1 << 24 else 4
+        messages = 20 if size < 1 << 26 else 4
         seconds: dict[str, list[float]] = {side: [] for side in SIDES}
         streams: dict[str, list[Stream]] = {side: [] for side in SIDES}
         for attempt in range(ROUNDS + 1):

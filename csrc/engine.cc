@@ -1,8 +1,10 @@
 #include "engine.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <thread>
 #include <utility>
 
 namespace xla_pp {
@@ -26,6 +28,9 @@ struct Header {
   int32_t device = 0;
   int32_t num_devices = 0;
   int32_t origin = 0;
+  // Of a message in shared memory, which has no bytes of its own.
+  SharedPlace place;
+  uint64_t size = 0;
 };
 
 std::string Encode(const Header& header, std::string_view text) {
@@ -57,6 +62,7 @@ Bytes Copy(const std::string& text) {
 Engine::Engine(const EngineConfig& config,
                const std::function<std::unique_ptr<Link>(LinkEvents)>& make_link)
     : config_(config),
+      is_sharing_(!std::getenv("UCX_TLS")),
       inbox_(config.rank, config.num_devices, config.timeout,
              [this](uint64_t generation, const Failure& failure) {
                PassOn(generation, failure);
@@ -73,6 +79,16 @@ Engine::Engine(const EngineConfig& config,
 }
 
 Engine::~Engine() { Close(std::chrono::seconds(0)); }
+
+Bytes Engine::BytesFor(int peer, size_t size) {
+  const SharedBlock* block = nullptr;
+  if (is_sharing_) {
+    std::lock_guard lock(mutex_);
+    const auto found = pids_.find(peer);
+    if (found != pids_.end()) block = TakeShared(found->second, size);
+  }
+  return block ? Bytes(block, size) : Bytes(size);
+}
 
 void Engine::Send(int peer, Message message) {
   if (peer == config_.rank) {
@@ -99,6 +115,11 @@ void Engine::Send(int peer, Message message) {
   header.microbatch = key.microbatch;
   header.device = message.device;
   header.num_devices = message.layout.num_devices;
+  if (const SharedBlock* block = message.bytes.block()) {
+    header.place = block->place;
+    header.size = message.bytes.size();
+    message.bytes.Leave();
+  }
   link_->Send(peer, Encode(header, message.layout.text), std::move(message.bytes));
 }
 
@@ -142,9 +163,23 @@ bool Engine::Close(std::chrono::duration<double> timeout) {
   header.token = config_.token;
   header.kind = MessageKind::kFarewell;
   header.source = config_.rank;
-  const bool is_clean = link_->Close(Encode(header, ""), timeout);
+  const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout);
+  bool are_open = AreOpen();
+  while (!are_open && Clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    are_open = AreOpen();
+  }
+  const auto left = std::max(end - Clock::now(), Clock::duration::zero());
+  const bool is_clean = link_->Close(Encode(header, ""), left) && are_open;
   inbox_.Advance(UINT64_MAX);  // programs that still wait go on
   return is_clean;
+}
+
+bool Engine::AreOpen() {
+  std::lock_guard lock(mutex_);
+  return std::all_of(pids_.begin(), pids_.end(), [this](const auto& it) {
+    return inbox_.lost(it.first) || xla_pp::AreOpen(it.second);
+  });
 }
 
 void Engine::Arrived(std::string_view bytes, Bytes payload) {
@@ -179,6 +214,7 @@ void Engine::Arrived(std::string_view bytes, Bytes payload) {
   message.layout.digest = header.digest;
   message.layout.text = bytes.substr(sizeof(header));
   message.bytes = std::move(payload);
+  if (header.place.number && !Open(header.place, header.size, &message)) return;
   {
     std::lock_guard lock(mutex_);
     auto delay = delays_.find(header.device);
@@ -191,6 +227,26 @@ void Engine::Arrived(std::string_view bytes, Bytes payload) {
     }
   }
   inbox_.Deliver(std::move(message));
+}
+
+bool Engine::Open(const SharedPlace& place, size_t size, Message* message) {
+  std::string error;
+  const SharedBlock* block = OpenShared(place, size, &error);
+  if (block) {
+    message->bytes = Bytes(block, size);
+    return true;
+  }
+  const int source = message->key.edge.source;
+  if (!IsRunning(place.owner)) {
+    inbox_.Lose(source, "its process has ended");
+    return false;
+  }
+  inbox_.Fail(message->key.generation, FailureKind::kError,
+              "recv " + Describe(message->key) + ": " + RankName(config_.rank) +
+                  " cannot read the memory of " + RankName(source) + ": " + error +
+                  ". Run both as the same user, or set UCX_TLS=all, with which no "
+                  "memory is read.");
+  return false;
 }
 
 Clock::time_point Engine::Tick() {

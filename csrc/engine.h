@@ -49,6 +49,9 @@ class Engine {
   // on this host.
   void Connect(int peer, const std::string& address, int pid = 0);
 
+  // Returns memory for what is sent to a peer.
+  Bytes BytesFor(int peer, size_t size);
+
   // Called by the send op of each device, with a message of its own; `peer` is the
   // group rank that gets it. Never fails: `inbox().failure` returns errors.
   void Send(int peer, Message message);
@@ -79,12 +82,19 @@ class Engine {
 
  private:
   void Arrived(std::string_view header, Bytes payload);
+  // Returns whether all peers that are left have what was sent in shared memory.
+  bool AreOpen();
+  // Returns whether the bytes of a message, which are in shared memory, are there.
+  bool Open(const SharedPlace& place, size_t size, Message* message);
   Clock::time_point Tick();
   void PassOn(uint64_t generation, const Failure& failure);
   void LookAtProcesses();
   void Notice(std::string text);
 
   const EngineConfig config_;
+  // Whether large messages to this host go through memory of ours: what the user lets
+  // UCX use is used.
+  const bool is_sharing_;
   Inbox inbox_;
   Numbers numbers_;
 

@@ -215,7 +215,7 @@ ffi::Error Send(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets
   message.device = device;
   message.layout.num_devices = static_cast<int32_t>(route.num_devices);
   message.layout.digest = static_cast<uint64_t>(route.digest);
-  message.bytes = Bytes(size);
+  message.bytes = engine->BytesFor(static_cast<int>(route.peer), size);
   size_t offset = 0;
   for (const Row& row : rows) {
     Pack(shards[row.tensor].data, row.box, message.bytes.data() + offset);

@@ -9,26 +9,46 @@
 
 #include "abi.h"
 #include "pool.h"
+#include "shared.h"
 
 namespace xla_pp {
+
+struct GiveBack {
+  size_t size = 0;
+  const SharedBlock* block = nullptr;
+
+  void operator()(char* data) const {
+    if (block) {
+      block->Free();
+    } else {
+      GiveBlock(data, size);
+    }
+  }
+};
 
 // A block of host memory with one owner.
 class Bytes {
  public:
-  Bytes() : data_(nullptr, Give(0)) {}
-  explicit Bytes(size_t size) : data_(TakeBlock(size), Give(size)), size_(size) {}
+  Bytes() = default;
+  explicit Bytes(size_t size) : data_(TakeBlock(size), GiveBack{size}), size_(size) {}
+  // Of a block that other processes see, which is freed with the bytes.
+  Bytes(const SharedBlock* block, size_t size)
+      : data_(block->data(), GiveBack{size, block}), size_(size) {}
 
   char* data() { return data_.get(); }
   const char* data() const { return data_.get(); }
   size_t size() const { return size_; }
+  // Null if no other process sees the bytes.
+  const SharedBlock* block() const { return data_.get_deleter().block; }
+  // Forgets the bytes, which the reader of their block frees.
+  void Leave() {
+    block()->Leave();
+    data_.release();
+    size_ = 0;
+  }
 
  private:
-  struct Give {
-    explicit Give(size_t taken_size) : size(taken_size) {}
-    void operator()(char* data) const { GiveBlock(data, size); }
-    size_t size;
-  };
-  std::unique_ptr<char, Give> data_;
+  std::unique_ptr<char, GiveBack> data_;
   size_t size_ = 0;
 };
 

@@ -3,6 +3,8 @@
 
 #include "../engine.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -134,10 +136,11 @@ struct Pair {
   Node zero;
   Node one;
 
-  Pair(int num_devices, std::chrono::duration<double> timeout)
+  // With a process, large messages go through memory that both could share.
+  Pair(int num_devices, std::chrono::duration<double> timeout, int pid = 0)
       : zero(0, num_devices, timeout), one(1, num_devices, timeout) {
-    zero.engine->Connect(1, one.engine->Address());
-    one.engine->Connect(0, zero.engine->Address());
+    zero.engine->Connect(1, one.engine->Address(), pid);
+    one.engine->Connect(0, zero.engine->Address(), pid);
   }
   // Neither may send to a link that is gone.
   ~Pair() {
@@ -165,7 +168,7 @@ void Send(Node& node, int peer, Key key, int device, int num_devices, char conte
   message.key = key;
   message.device = device;
   message.layout = LayoutOf(num_devices, digest);
-  message.bytes = Bytes(size);
+  message.bytes = node.engine->BytesFor(peer, size);
   std::memset(message.bytes.data(), content, size);
   node.engine->Send(peer, std::move(message));
 }
@@ -261,6 +264,30 @@ void ManyMessagesInAnyOrder() {
   for (Node* node : {&pair.zero, &pair.one}) {
     EXPECT(node->engine->inbox().Settle(0, kMessages, seconds(5)));
     EXPECT(node->engine->inbox().stats().num_messages == 0);
+  }
+}
+
+// As above; a step's messages lie there until a receive takes them, or never does.
+void LargeMessagesInSharedMemory() {
+  constexpr int kMessages = 40;
+  const size_t size = 300000;
+  for (uint64_t generation = 0; generation < 3; ++generation) {
+    Pair pair(1, seconds(60), getpid());
+    EXPECT(pair.zero.engine->BytesFor(1, size).block());
+    EXPECT(!pair.zero.engine->BytesFor(1, 1000).block());
+    std::thread sender([&] {
+      for (int i = 0; i < kMessages; ++i) {
+        Send(pair.zero, 1, KeyOf(0, i, 0), 0, 1, static_cast<char>(i), size);
+      }
+    });
+    for (int i = 0; i < kMessages / 2; ++i) {
+      Receiver receiver(pair.one, KeyOf(0, i, 0), 0, 1, size);
+      EXPECT(receiver.IsDone(milliseconds(30000)));
+      EXPECT(receiver.content() == static_cast<char>(i));
+    }
+    sender.join();
+    pair.one.engine->inbox().Advance(1);
+    EXPECT(pair.zero.engine->Close(seconds(30)));
   }
 }
 
@@ -385,6 +412,7 @@ void FailuresAtAnyTime() {
 int main() {
   xla_pp::BoxesAreCopiedRunByRun();
   xla_pp::ManyMessagesInAnyOrder();
+  xla_pp::LargeMessagesInSharedMemory();
   xla_pp::AllDevicesOrNone();
   xla_pp::PiecesOfSeveralSourcesMakeAShard();
   xla_pp::ADeathEndsEveryReceiveAlike();

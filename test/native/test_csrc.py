@@ -21,5 +21,5 @@ def test_matching_and_blocks_pass_the_sanitizers() -> None:
         timeout=240,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    for name in ("engine_test", "blocks_test"):
+    for name in ("engine_test", "blocks_test", "shared_test"):
         assert run.stdout.count(f"{name}: all is well") == 2

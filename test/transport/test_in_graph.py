@@ -451,6 +451,44 @@ def test_tcp_carries_the_same(worlds: Worlds) -> None:
     worlds.run(over_tcp, ranks=2, devices=2, keep_workers=True)
 
 
+def large_in_turns(last: str) -> int:
+    """Exchange large messages; return how many blocks of shared memory are mapped."""
+    _, transport, peer = join()
+    host = torch.arange(1 << 20, dtype=torch.float32)
+    layout = [ShardLayout.of_tensor(on_device(host))]
+    for step in range(20):
+        for number in range(3):
+            name = Message("F", 1, number, 0)
+            transport.send(name, peer, [on_device(host + step + number)])
+        for number in range(3):
+            (found,) = transport.recv(Message("F", 1, number, 0), peer, layout)
+            transport.settle()
+            assert_same(found, on_device(host + step + number))
+    if last == "killed" and dist.get_rank() == 0:
+        transport.send(NAME, peer, [on_device(host)])
+        os.kill(os.getpid(), signal.SIGKILL)
+    if last == "killed":
+        for number in range(2):
+            transport.recv(Message("F", 1, number, 0), peer, layout)
+            transport.settle()
+    dist.barrier()
+    return Path("/proc/self/maps").read_text().count("memfd:torch_xla_pp")
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_large_messages_to_the_same_host_share_few_blocks(
+    worlds: Worlds, devices: int
+) -> None:
+    blocks = worlds.run(large_in_turns, ranks=2, devices=devices, args=("",))
+    # Three messages are on their way at once, both ways, and some are freed late.
+    assert all(2 <= count <= 16 for count in blocks)
+
+
+def test_a_peer_killed_after_a_large_message(worlds: Worlds) -> None:
+    outcomes = worlds.run_outcomes(large_in_turns, ranks=2, devices=1, args=("killed",))
+    assert "rank 0 is gone" in survivor(outcomes, 1)
+
+
 def large_and_gone() -> None:
     """Send more than fits into a network's buffers, and leave the group at once."""
     group, transport, peer = join()

@@ -1,0 +1,216 @@
+#include "shared.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <iterator>
+#include <list>
+#include <map>
+#include <mutex>
+#include <new>
+#include <utility>
+
+namespace xla_pp {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Of smaller messages the copies cost less than what else a message costs.
+constexpr size_t kLeast = size_t{64} << 10;
+constexpr size_t kMaxBytes = size_t{512} << 20;
+// Each takes a file.
+constexpr size_t kMaxBlocks = 128;
+// If there are too many, those go that nothing was sent in for so long.
+constexpr auto kUnusedAfter = std::chrono::seconds(10);
+constexpr size_t kHeadSize = 4096;
+
+static_assert(std::atomic<uint32_t>::is_always_lock_free);
+static_assert(sizeof(SharedHead) <= kHeadSize);
+
+// Returns whether there is such a process; one that has ended, and whose parent has
+// not noticed, counts.
+bool Exists(int process) { return kill(process, 0) == 0 || errno != ESRCH; }
+
+SharedHead* Map(int file, size_t size) {
+  void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  return memory == MAP_FAILED ? nullptr : static_cast<SharedHead*>(memory);
+}
+
+void Unmap(const SharedBlock& block) { munmap(block.head, kHeadSize + block.capacity); }
+
+// The blocks of this process, which other ones read.
+class Owned {
+ public:
+  const SharedBlock* Take(int reader, size_t size) {
+    size_t capacity = kLeast;
+    while (capacity < size) capacity *= 2;
+    std::lock_guard lock(mutex_);
+    const auto like = [&](const Block& it) {
+      return it.reader == reader && it.block.capacity == capacity;
+    };
+    for (Block& it : blocks_) {
+      SharedHead& head = *it.block.head;
+      if (!like(it) || head.is_taken.load(std::memory_order_acquire)) continue;
+      head.is_sent = 0;
+      head.is_taken = 1;
+      it.taken_at = Clock::now();
+      return &it.block;
+    }
+    if (!HasRoomFor(capacity)) DropUnused();
+    return HasRoomFor(capacity) ? Add(reader, capacity) : nullptr;
+  }
+
+  bool AreOpen(int reader) {
+    std::lock_guard lock(mutex_);
+    for (const Block& it : blocks_) {
+      const SharedHead& head = *it.block.head;
+      if (it.reader != reader) continue;
+      if (head.is_taken && head.is_sent && !head.is_open) return false;
+    }
+    return true;
+  }
+
+ private:
+  struct Block {
+    SharedBlock block;
+    int reader;
+    Clock::time_point taken_at;
+  };
+
+  bool HasRoomFor(size_t capacity) const {
+    return blocks_.size() < kMaxBlocks && bytes_ + capacity <= kMaxBytes;
+  }
+
+  static bool IsUnused(const Block& it) {
+    const SharedHead& head = *it.block.head;
+    if (head.is_taken.load(std::memory_order_acquire)) {
+      return head.is_sent && !Exists(it.reader);
+    }
+    return Clock::now() - it.taken_at >= kUnusedAfter;
+  }
+
+  void DropUnused() {
+    for (auto it = blocks_.begin(); it != blocks_.end();) {
+      const auto current = it++;
+      if (!IsUnused(*current)) continue;
+      const SharedBlock& block = current->block;
+      block.head->is_dropped = 1;
+      close(block.place.file);
+      Unmap(block);
+      bytes_ -= block.capacity;
+      blocks_.erase(current);
+    }
+  }
+
+  const SharedBlock* Add(int reader, size_t capacity) {
+    const int file = memfd_create("torch_xla_pp", MFD_CLOEXEC);
+    if (file < 0) return nullptr;
+    const size_t size = kHeadSize + capacity;
+    void* memory =
+        ftruncate(file, static_cast<off_t>(size)) == 0 ? Map(file, size) : nullptr;
+    if (!memory) {
+      close(file);
+      return nullptr;
+    }
+    auto* head = new (memory) SharedHead;
+    head->number = ++last_;
+    head->is_taken = 1;
+    bytes_ += capacity;
+    const SharedPlace place{getpid(), file, head->number};
+    blocks_.push_back({{place, capacity, head}, reader, Clock::now()});
+    return &blocks_.back().block;
+  }
+
+  std::mutex mutex_;
+  std::list<Block> blocks_;
+  size_t bytes_ = 0;
+  uint64_t last_ = 0;
+};
+
+// The blocks of other processes that this one has in its memory.
+class Opened {
+ public:
+  const SharedBlock* Open(const SharedPlace& place, size_t size, std::string* error) {
+    std::lock_guard lock(mutex_);
+    const auto key = std::make_pair(place.owner, place.number);
+    auto found = blocks_.find(key);
+    if (found == blocks_.end()) {
+      CloseDropped();
+      SharedBlock block{place};
+      if (!OpenNew(&block, error)) return nullptr;
+      found = blocks_.emplace(key, block).first;
+    }
+    if (found->second.capacity < size) {
+      *error = "it is too small";
+      return nullptr;
+    }
+    return &found->second;
+  }
+
+ private:
+  static bool OpenNew(SharedBlock* block, std::string* error) {
+    const std::string path = "/proc/" + std::to_string(block->place.owner) + "/fd/" +
+                             std::to_string(block->place.file);
+    const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+    struct stat status {};
+    const bool is_known = file >= 0 && fstat(file, &status) == 0;
+    const auto size = static_cast<size_t>(status.st_size);
+    if (is_known && size > kHeadSize) block->head = Map(file, size);
+    *error = path + ": " + std::strerror(errno);
+    if (file >= 0) close(file);
+    if (!block->head) return false;
+    block->capacity = size - kHeadSize;
+    if (block->head->number != block->place.number) {
+      *error = path + " is another file";
+      Unmap(*block);
+      return false;
+    }
+    block->head->is_open = 1;
+    return true;
+  }
+
+  void CloseDropped() {
+    for (auto it = blocks_.begin(); it != blocks_.end();) {
+      const bool is_dropped = it->second.head->is_dropped != 0;
+      if (is_dropped) Unmap(it->second);
+      it = is_dropped ? blocks_.erase(it) : std::next(it);
+    }
+  }
+
+  std::mutex mutex_;
+  std::map<std::pair<int32_t, uint64_t>, SharedBlock> blocks_;
+};
+
+Owned& TheOwned() {
+  static auto* owned = new Owned;  // lives as long as XLA's threads
+  return *owned;
+}
+
+Opened& TheOpened() {
+  static auto* opened = new Opened;
+  return *opened;
+}
+
+}  // namespace
+
+char* SharedBlock::data() const { return reinterpret_cast<char*>(head) + kHeadSize; }
+
+const SharedBlock* TakeShared(int reader, size_t size) {
+  if (size < kLeast || size > kMaxBytes) return nullptr;
+  return TheOwned().Take(reader, size);
+}
+
+const SharedBlock* OpenShared(const SharedPlace& place, size_t size,
+                              std::string* error) {
+  return TheOpened().Open(place, size, error);
+}
+
+bool AreOpen(int reader) { return TheOwned().AreOpen(reader); }
+
+}  // namespace xla_pp
