@@ -158,7 +158,7 @@ class Opened {
     const std::string path = "/proc/" + std::to_string(block->place.owner) + "/fd/" +
                              std::to_string(block->place.file);
     const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
-    struct stat status {};
+    struct stat status{};
     const bool is_known = file >= 0 && fstat(file, &status) == 0;
     const auto size = static_cast<size_t>(status.st_size);
     if (is_known && size > kHeadSize) block->head = Map(file, size);
