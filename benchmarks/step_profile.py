@@ -1,0 +1,178 @@
+"""Where the processors' time of a training step goes, here and in the peer.
+
+    python benchmarks/step_profile.py
+    python benchmarks/step_profile.py --schedules 1F1B ZBVZeroBubble --size large --json
+
+Needs `perf` and the right to sample own processes. The steps are those of
+`step_time.py`: two ranks of one device, each on one core. Each side does some steps
+while samples are taken of both ranks' threads. Columns, as the JSON names them:
+
+step_s: Time of a step on the cores, both ranks together, the waiting left out.
+products_s, loops_s, runtime_s, python_s, kernel_s, other_s: Its parts: what multiplies
+    matrices; loops over values, of XLA's programs and of libraries; the runtimes of XLA
+    and torch_xla, or of torch; the interpreter; the system; and what is left, such as
+    copies and malloc.
+bound (of ours): The ratio of ours to the peer's, if ours took no time but that of its
+    products.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gpt
+import sides
+import torch.distributed as dist
+from sides import NUM_RANKS, SCHEDULES, Side
+
+STEPS = 8
+WARM_UP_STEPS = 3
+HERTZ = 997
+PARTS = ("products", "loops", "runtime", "python", "kernel", "other")
+SAMPLE = re.compile(
+    r"\s*(?P<pid>\d+)\s+(?P<time>[\d.]+):\s+(?P<symbol>.*)\((?P<file>[^()]*)\)\s*$"
+)
+
+
+class Window(NamedTuple):
+    """When a rank did the steps of a side, by the monotonic clock."""
+
+    pid: int
+    side: str
+    begin_s: float
+    end_s: float
+
+
+def sampled(
+    schedule: str, microbatches: int, size_name: str, cores: Sequence[int]
+) -> list[Window]:
+    """Do steps of both sides; every rank calls, and gets the windows of all."""
+    sides.join(cores)
+    from torch_xla_pp import xla_compat
+
+    size, rank = gpt.SIZES[size_name], dist.get_rank()
+    indices, num_stages = (
+        sides.stage_indices(schedule, rank),
+        sides.num_stages_of(schedule),
+    )
+    make = sides.peer(dist.new_group(backend="gloo"))
+    both = {
+        "ours": sides.our_side(schedule, microbatches, size),
+        "peer": Side(make, schedule, indices, num_stages, microbatches, size),
+    }
+    own = []
+    for name, side in both.items():
+        for count in (WARM_UP_STEPS, STEPS):
+            dist.barrier()
+            begin_s = time.monotonic()
+            for _ in range(count):
+                side.step()
+            xla_compat.wait_device()
+        own.append(Window(os.getpid(), name, begin_s, time.monotonic()))
+    found: list[Any] = [None] * NUM_RANKS
+    dist.all_gather_object(found, own)
+    return [window for windows in found for window in windows]
+
+
+def part_of(symbol: str, file: str) -> str:
+    """Return what a function belongs to."""
+    name = Path(file).name
+    if re.search("mkl|gemm|openblas|blas", symbol + name, re.IGNORECASE):
+        return "products"
+    if "kernel" in name or "vdso" in name:
+        return "kernel"
+    if name.startswith(("python", "libpython")):
+        return "python"
+    # Programs that XLA has compiled are in memory without a file.
+    if name.startswith(("_native", "[unknown]", "//anon", "[JIT]", "anon")):
+        return "loops"
+    if re.search("vectorized|parallel|loop|kernel|sleef", symbol, re.IGNORECASE):
+        return "loops"
+    if name.startswith(("_XLAC", "libtorch", "libc10", "libuc", "libgloo")):
+        return "runtime"
+    return "other"
+
+
+def samples(data: str) -> Iterator[tuple[int, float, str]]:
+    """Yield process, time and part of each sample."""
+    fields = ["-F", "pid,time,ip,sym,dso", "--ns"]
+    text = subprocess.run(
+        ["perf", "script", "-i", data, *fields],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        check=True,
+    ).stdout
+    for found in map(SAMPLE.match, text.splitlines()):
+        if found:
+            part = part_of(found["symbol"], found["file"])
+            yield int(found["pid"]), float(found["time"]), part
+
+
+def rows_of(data: str, windows: Sequence[Window]) -> dict[str, dict[str, float]]:
+    """Return for each side the seconds of a step and of its parts."""
+    counts = {window.side: Counter[str]() for window in windows}
+    for pid, time_s, part in samples(data):
+        for window in windows:
+            if window.pid == pid and window.begin_s <= time_s <= window.end_s:
+                counts[window.side][part] += 1
+    return {
+        side: {
+            "step_s": found.total() / HERTZ / STEPS,
+            **{f"{part}_s": found[part] / HERTZ / STEPS for part in PARTS},
+        }
+        for side, found in counts.items()
+    }
+
+
+def main() -> None:
+    """Take samples of the schedules of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=gpt.SIZES, default="small")
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=["1F1B"])
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    # The workers import this file, so its functions must not be those of `__main__`.
+    import step_profile
+
+    from torch_xla_pp.testing import Worlds
+
+    cores = sorted(os.sched_getaffinity(0))
+    for schedule in options.schedules:
+        job = (schedule, options.microbatches, options.size, cores)
+        with tempfile.TemporaryDirectory() as folder, Worlds() as worlds:
+            data = f"{folder}/perf.data"
+            command = ["perf", "record", "-q", "-a", "-k", "CLOCK_MONOTONIC"]
+            recording = subprocess.Popen(
+                [*command, "-e", "cpu-clock", "-F", str(HERTZ), "-o", data],
+                stderr=subprocess.DEVNULL,
+            )
+            try:
+                windows, _ = worlds.run(
+                    step_profile.sampled, ranks=NUM_RANKS, args=job, timeout_s=900
+                )
+            finally:
+                recording.send_signal(signal.SIGINT)
+                recording.wait()
+            found = rows_of(data, windows)
+        found["ours"]["bound"] = found["ours"]["products_s"] / found["peer"]["step_s"]
+        for side, row in found.items():
+            if options.json:
+                print(json.dumps({"schedule": schedule, "side": side, **row}))
+                continue
+            texts = [f"{name} {value:.3f}" for name, value in row.items()]
+            print(f"{schedule:21} {side:5} {'  '.join(texts)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
