@@ -78,8 +78,8 @@ def stage_facts(
     evaluator: Evaluator, cut: Cut, remat: str
 ) -> list[tuple[float, float, float]]:
     """Time, state and saved bytes of each stage, as the evaluation counts them."""
-    costs = evaluator.costs(cut)
     held = evaluator.evaluate(cut)
+    costs = held.costs
     return [
         (
             costs.seconds[stage, "F"] + costs.seconds[stage, "B"],
@@ -119,6 +119,40 @@ def test_a_run_costs_what_the_evaluation_says(graph: WorkGraph, remat: str) -> N
                 assert tables.saved[remat][run] >= saved - 1
             else:
                 assert tables.saved[remat][run] == pytest.approx(saved, abs=1)
+
+
+@FEW
+@given(
+    graph=work_graphs(),
+    schedule=st.sampled_from(["1f1b", "dag", "list"]),
+    share=st.sampled_from([0.5, 1.0, 2.0]),
+)
+def test_within_a_limit_a_cut_is_what_it_is_without(
+    graph: WorkGraph, schedule: str, share: float
+) -> None:
+    cluster = Cluster(device=DEVICES["cpu"], num_devices=1)
+
+    def evaluator() -> Evaluator:
+        return Evaluator(table=WorkTable(graph), cluster=cluster)
+
+    half = len(graph.works) // 2
+    cut = Cut(
+        setting=Setting(num_ranks=2, rows=4, num_microbatches=4, schedule=schedule),
+        stages=(0,) * half + (1,) * (len(graph.works) - half),
+        remat=("none", "none"),
+        placement=(0, 1) if schedule == "list" else (),
+    )
+    whole = evaluator().evaluate(cut)
+    limited = evaluator()
+    for _ in range(2):
+        found = limited.evaluate_within(share * whole.step_s, cut)
+        if share < 1:
+            assert found is None
+            continue
+        assert found is not None
+        assert found.sort_key == whole.sort_key
+        assert (found.ranks, found.costs) == (whole.ranks, whole.costs)
+    assert limited.evaluate(cut).sort_key == whole.sort_key
 
 
 @FEW

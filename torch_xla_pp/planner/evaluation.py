@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -302,25 +303,55 @@ class Evaluator:
             cut: The cut.
             rules: Rules for its order, if that is listed; the best one is taken.
         """
-        key = cut, rules if cut.setting.schedule == LISTED else ()
+        key = _key_of(cut, rules)
         known = self.tables("evaluations")
         if key not in known:
-            known[key] = self._evaluate(cut, rules)
+            known[key] = self._evaluate(cut, rules, np.inf)
         found: Evaluation = known[key]
         return found
+
+    def evaluate_within(
+        self, limit_s: float, cut: Cut, rules: tuple[OrderRule, ...] = LIST_RULES
+    ) -> Evaluation | None:
+        """Return the costs of a cut, or None if its step takes longer than a limit.
+
+        Of a longer step the memory is not counted; neither is that of longer orders
+        where several are tried.
+
+        Args:
+            limit_s: The limit.
+            cut: The cut.
+            rules: As for `evaluate`.
+        """
+        key = _key_of(cut, rules)
+        known, longer = self.tables("evaluations"), self.tables("longer than")
+        if key not in known:
+            if longer.get(key, -np.inf) >= limit_s:
+                return None
+            found = self._evaluate(cut, rules, limit_s)
+            if found is None:
+                longer[key] = limit_s
+                return None
+            if found.rule is not None:
+                return found
+            known[key] = found
+        evaluation: Evaluation = known[key]
+        return evaluation if evaluation.step_s <= limit_s else None
 
     def whole_cut(self, cut: Cut) -> Cut:
         """Return the cut of all works for one of joined works."""
         return replace(cut, stages=tuple(cut.stages[group] for group in self.groups))
 
-    def _evaluate(self, cut: Cut, rules: Sequence[OrderRule]) -> Evaluation:
+    def _evaluate(
+        self, cut: Cut, rules: Sequence[OrderRule], limit_s: float
+    ) -> Evaluation | None:
         if self.whole is not None:
-            return replace(self.whole._evaluate(self.whole_cut(cut), rules), cut=cut)
+            found = self.whole._evaluate(self.whole_cut(cut), rules, limit_s)
+            return None if found is None else replace(found, cut=cut)
         setting = cut.setting
-        held = self._held(cut)
         if setting.schedule == LISTED:
-            return self._listed(cut, held, rules)
-        costs = self.costs(cut, held)
+            return self._listed(cut, rules, limit_s)
+        costs = self.costs(cut)
         edges = costs.edges if setting.schedule == "dag" else ()
         order = planned_order(
             setting.schedule,
@@ -330,19 +361,19 @@ class Evaluator:
             edges,
             cut.sequence or (),
         )
-        return self._evaluated(cut, held, costs, order)
+        return self._best_of(cut, [(order, costs, None)], limit_s)
 
     def _held(self, cut: Cut) -> "_Held":
         return _Held(*self.by_stage(cut, lambda works: _held_bytes(works, cut)))
 
     def _listed(
-        self, cut: Cut, held: "_Held", rules: Sequence[OrderRule]
-    ) -> Evaluation:
-        """Return the best of several orders."""
+        self, cut: Cut, rules: Sequence[OrderRule], limit_s: float
+    ) -> Evaluation | None:
+        """Return the best of several orders, None if all take longer than a limit."""
         count, network = cut.setting.num_microbatches, self.cluster.network
-        found = []
+        found: list[_Ordered] = []
         costs = {
-            is_split: self.costs(cut, held, is_split)
+            is_split: self.costs(cut, is_split)
             for is_split in {rule.is_split for rule in rules}
         }
         for rule in rules:
@@ -356,45 +387,52 @@ class Evaluator:
                 has_sequences=bool(cut.setting.strategies),
             )
             if order is not None:
-                found.append(self._evaluated(cut, held, own, order, rule))
-        return min(found, key=lambda evaluation: evaluation.sort_key)
+                found.append((order, own, rule))
+        return self._best_of(cut, found, limit_s)
 
-    def _evaluated(
-        self,
-        cut: Cut,
-        held: "_Held",
-        costs: Costs,
-        order: PlannedOrder,
-        rule: OrderRule | None = None,
-    ) -> Evaluation:
-        return Evaluation(
-            cut=cut,
-            step_s=step_seconds(order, costs, self.cluster.network),
-            costs=costs,
-            held_bytes=_rank_bytes(held, order),
-            order=order,
-            capacities=self.capacities(cut.setting.num_ranks),
-            rule=rule,
-        )
+    def _best_of(
+        self, cut: Cut, orders: Sequence["_Ordered"], limit_s: float
+    ) -> Evaluation | None:
+        """Return the best of those orders that take no longer than a limit.
 
-    def costs(
-        self, cut: Cut, held: "_Held | None" = None, is_split: bool | None = None
-    ) -> Costs:
-        """Return the costs of a cut's stages: time, messages and saved values.
+        Of those that take longer than one that fits, the memory does not matter.
+        """
+        network, held = self.cluster.network, None
+        best: Evaluation | None = None
+        seconds = [step_seconds(order, costs, network) for order, costs, _ in orders]
+        for step_s, (order, costs, rule) in sorted(
+            zip(seconds, orders, strict=True), key=itemgetter(0)
+        ):
+            is_worse = best is not None and best.fits and step_s > best.step_s
+            if step_s > limit_s or is_worse:
+                break
+            held = held or self._held(cut)
+            found = Evaluation(
+                cut=cut,
+                step_s=step_s,
+                costs=held.in_costs(costs),
+                held_bytes=_rank_bytes(held, order),
+                order=order,
+                capacities=self.capacities(cut.setting.num_ranks),
+                rule=rule,
+            )
+            if best is None or found.sort_key < best.sort_key:
+                best = found
+        return best
+
+    def costs(self, cut: Cut, is_split: bool | None = None) -> Costs:
+        """Return the times of a cut's stages, and their messages.
 
         Args:
             cut: The cut.
-            held: The bytes that its stages hold, if known.
             is_split: Whether W is a program of its own; None to follow its schedule.
         """
         setting = cut.setting
         works = self.works(setting.strategy, setting.rows)
-        held = held or self._held(cut)
         if is_split is None:
             is_split = setting.schedule in SPLIT
         count = split_stage_times if is_split else stage_times
         times = zip(*self.by_stage(cut, lambda own: count(own, cut)), strict=True)
-        stages = range(cut.num_stages)
         # Messages are of all devices of a rank, whatever their number.
         flows = flows_of(
             works,
@@ -409,8 +447,6 @@ class Evaluator:
         return Costs(
             seconds=stage_seconds((float(f), float(i), float(w)) for f, i, w in times),
             flows=flows,
-            saved_bytes={s: round(held.saved[s]) for s in stages},
-            passed_bytes={s: round(held.passed[s]) for s in stages},
             final_s=dict(enumerate(self.final_s(cut))),
         )
 
@@ -442,6 +478,11 @@ class Evaluator:
                 for stage in sharing:
                     found[stage] += 2 * (link.latency_s + uses[0][1] / link.bytes_per_s)
         return [float(seconds) for seconds in found]
+
+
+def _key_of(cut: Cut, rules: tuple[OrderRule, ...]) -> tuple[Cut, object]:
+    """Return what tells one evaluation from others."""
+    return cut, rules if cut.setting.schedule == LISTED else ()
 
 
 def stage_times(works: WorkCosts, cut: Cut) -> tuple[Array, Array, Array]:
@@ -489,6 +530,10 @@ def _add_borders(works: WorkCosts, cut: Cut, forward: Array, inputs: Array) -> N
     inputs += _binned(keys % count, works.border_s[keys // count], count)
 
 
+# An order of actions, what its stages cost, and the rule that made it.
+_Ordered = tuple[PlannedOrder, Costs, OrderRule | None]
+
+
 class _Held(NamedTuple):
     """The bytes of one device for each stage; `saved` to `outputs` per microbatch.
 
@@ -503,6 +548,14 @@ class _Held(NamedTuple):
     late: Array
     outputs: Array
     temporary: Array
+
+    def in_costs(self, costs: Costs) -> Costs:
+        """Return costs with what stages save and pass."""
+        return replace(
+            costs,
+            saved_bytes=dict(enumerate(map(round, self.saved.tolist()))),
+            passed_bytes=dict(enumerate(map(round, self.passed.tolist()))),
+        )
 
 
 def _held_bytes(works: WorkCosts, cut: Cut) -> _Held:

@@ -77,12 +77,27 @@ def moved_from(
             break
         left -= len(tried)
         seen.update(tried)
-        evaluations = (evaluator.evaluate(cut, rules) for cut in tried)
-        found = min(evaluations, key=lambda e: e.sort_key)
-        if not found.sort_key < best.sort_key:
+        found = _best_of(evaluator, best, tried, rules)
+        if found is best:
             break
         best = found
     return best, len(seen) - 1
+
+
+def _best_of(
+    evaluator: Evaluator,
+    best: Evaluation,
+    cuts: Sequence[Cut],
+    rules: tuple[OrderRule, ...],
+) -> Evaluation:
+    """Return the best of an evaluation and those of some cuts; the first of equals."""
+    for cut in cuts:
+        # Once a plan fits, one that takes longer is none.
+        limit_s = best.step_s if best.fits else np.inf
+        found = evaluator.evaluate_within(limit_s, cut, rules)
+        if found is not None and found.sort_key < best.sort_key:
+            best = found
+    return best
 
 
 def neighbours(
