@@ -17,6 +17,7 @@ and the tables in place of its binary search, are ours.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +58,15 @@ class BranchTables:
         self.runs = RunTables(order, works, remat)
 
 
+class _Run(NamedTuple):
+    """A stage: its first and last work in their order, bound of depth, and remat."""
+
+    first: int
+    last: int
+    depth: int
+    again: bool
+
+
 @dataclass(frozen=True, eq=False)
 class _Solved:
     """A part's least bottlenecks by ranks, bound of depth, and depth after it.
@@ -92,7 +102,8 @@ class BranchCuts:
     Args:
         tables: The costs of runs.
         most_ranks: The most stages to be asked for.
-        lives: Microbatches in flight in a stage of depth 1, 2, …
+        lives: Microbatches in flight in a stage of depth 1, 2, …; the last one's are
+            those of further depths.
         capacity: Bytes that a stage may hold.
     """
 
@@ -104,6 +115,9 @@ class BranchCuts:
         capacity: float,
     ) -> None:
         tree = tables.tree
+        self.most_ranks = most_ranks
+        self._tables = tables
+        self._found: dict[int, list[tuple[float, list[_Run]]]] = {}
         self._solver = None
         if most_ranks <= MOST_RANKS + 1 and len(tree.parts) <= _MOST_PARTS:
             self._solver = _Solver(tables, most_ranks, lives, capacity)
@@ -111,16 +125,49 @@ class BranchCuts:
 
     def divisions(self, num_ranks: int) -> list[Division]:
         """Return the best stages for each depth that pays, the least depth first."""
-        found: list[Division] = []
-        if self._solver is None:
-            return found
-        best = np.inf
-        for depth in range(1, num_ranks + 1):
-            least = float(self._root.least[num_ranks, depth, 0])
-            if least < _GAIN * best:
-                best = least
-                found.append(self._solver.trace(self._root, num_ranks, depth, least))
+        works = self._tables.tree.works
+        found = []
+        for bottleneck_s, runs in self._best(num_ranks):
+            stages = [0] * len(works)
+            for stage, run in enumerate(runs):
+                for place in range(run.first, run.last + 1):
+                    stages[works[place]] = stage
+            remat = tuple("full" if run.again else "none" for run in runs)
+            found.append(
+                Division(bottleneck_s=bottleneck_s, stages=tuple(stages), remat=remat)
+            )
         return found
+
+    def fit(self, num_ranks: int, lives: Sequence[float], capacity: float) -> bool:
+        """Return whether the best stages fit another bound, and so are the best of it.
+
+        Args:
+            num_ranks: Number of stages.
+            lives: As above, but of the other bound.
+            capacity: The other bound on what a stage may hold, below that above.
+        """
+        return all(
+            self._tables.runs.fits_run(
+                run.first, run.last, lives[min(run.depth, len(lives)) - 1], capacity
+            )
+            for _, runs in self._best(num_ranks)
+            for run in runs
+        )
+
+    def _best(self, num_ranks: int) -> list[tuple[float, list[_Run]]]:
+        """Return the bottleneck and the stages for each depth that pays."""
+        if self._solver is None:
+            return []
+        if num_ranks not in self._found:
+            found = self._found[num_ranks] = []
+            best = np.inf
+            for depth in range(1, num_ranks + 1):
+                least = float(self._root.least[num_ranks, depth, 0])
+                if least < _GAIN * best:
+                    best = least
+                    runs = self._solver.trace(self._root, num_ranks, depth)
+                    found.append((least, runs))
+        return self._found[num_ranks]
 
 
 def absorbed(
@@ -183,7 +230,7 @@ class _Solver:
     ) -> None:
         self._tree = tables.tree
         self._num_ranks = num_ranks
-        own = lives[:num_ranks]
+        own = [*lives[:num_ranks], *lives[-1:] * (num_ranks - len(lives))]
         known = {live: tables.runs.times(live, capacity) for live in {*own}}
         pairs = [known[live] for live in own]
         # Axes: depth, first work, last work.
@@ -204,18 +251,15 @@ class _Solver:
                 self._known[key] = self._solve_parts(tree, start)
         return self._known[key]
 
-    def trace(
-        self, root: _Solved, num_ranks: int, depth: int, least: float
-    ) -> Division:
-        """Return stages with this bottleneck."""
-        found: list[tuple[int, int, bool]] = []
+    def trace(self, root: _Solved, num_ranks: int, depth: int) -> list[_Run]:
+        """Return the stages with the least bottleneck of a depth."""
+        found: list[_Run] = []
         self._trace(root, self._tree, 0, num_ranks, depth, 0, found)
-        stages = [0] * len(self._tree.works)
-        for stage, (first, last, _) in enumerate(found):
-            for place in range(first, last + 1):
-                stages[self._tree.works[place]] = stage
-        remat = tuple("full" if again else "none" for _, _, again in found)
-        return Division(bottleneck_s=least, stages=tuple(stages), remat=remat)
+        return found
+
+    def _run(self, first: int, last: int, depth: int) -> _Run:
+        again = bool(self._again[depth - 1, first, last])
+        return _Run(first=first, last=last, depth=depth, again=again)
 
     def _nothing(self) -> Table:
         """Return the table of no works: no rank, and the depth of what follows."""
@@ -280,12 +324,11 @@ class _Solver:
         ranks: int,
         depth: int,
         after: int,
-        found: list[tuple[int, int, bool]],
+        found: list[_Run],
     ) -> None:
-        """Note first and last work of each stage of a part, and its remat."""
+        """Note the stages of a part."""
         if tree.kind == "work":
-            again = bool(self._again[depth - 1, start, start])
-            found.append((start, start, again))
+            found.append(self._run(start, start, depth))
             return
         number, count = 0, len(tree.parts)
         starts = [start]
@@ -312,7 +355,7 @@ class _Solver:
         number: int,
         state: tuple[int, int, int],
         value: float,
-        found: list[tuple[int, int, bool]],
+        found: list[_Run],
     ) -> tuple[int, int, int]:
         """Note the first stage or part of a series; return what is left."""
         ranks, depth, after = state
@@ -322,8 +365,7 @@ class _Solver:
                 last = starts[end] - 1
                 rest = solved.rests[end][ranks - 1, bound - 1, after]
                 if max(rest, self._times[bound - 1, first, last]) <= value:
-                    again = bool(self._again[bound - 1, first, last])
-                    found.append((first, last, again))
+                    found.append(self._run(first, last, bound))
                     return end, ranks - 1, bound - 1
         part = solved.parts[number]
         if part is None:
@@ -345,7 +387,7 @@ class _Solver:
         number: int,
         state: tuple[int, int, int],
         value: float,
-        found: list[tuple[int, int, bool]],
+        found: list[_Run],
     ) -> tuple[int, int]:
         """Note the first branches; return what is left."""
         ranks, depth, after = state
@@ -354,7 +396,7 @@ class _Solver:
             last = starts[end] - 1
             rest = solved.rests[end][ranks - 1, depth, after]
             if after < depth and max(rest, self._times[after, first, last]) <= value:
-                found.append((first, last, bool(self._again[after, first, last])))
+                found.append(self._run(first, last, after + 1))
                 return end, ranks - 1
         part = solved.parts[number]
         if part is None:

@@ -107,11 +107,20 @@ class RunTables:
             again = np.where(better, remat == "full", again)
         return found, again
 
+    @property
+    def fastest(self) -> str:
+        """The remat that takes least time."""
+        return "none" if "none" in self.remat else "full"
+
     def fits(self, live: float, capacity: float) -> bool:
         """Return whether every run fits with the remat that takes least time."""
-        fastest = "none" if "none" in self.remat else "full"
-        held = self.state + live * self.saved[fastest]
+        held = self.state + live * self.saved[self.fastest]
         return bool(held.max() <= capacity)
+
+    def fits_run(self, first: int, last: int, live: float, capacity: float) -> bool:
+        """Return the same of one run."""
+        saved = self.saved[self.fastest][first, last]
+        return bool(self.state[first, last] + live * saved <= capacity)
 
     def sizes(self, live: float) -> tuple[Array, Array]:
         """Return the least bytes that each run holds, and whether it computes again."""
@@ -173,6 +182,23 @@ class RunCuts:
         if bottleneck_s == np.inf:
             return None
         return division_of(order, bottleneck_s, self._choices[num_stages - 1 :: -1])
+
+    def fit(self, num_stages: int, lives: Sequence[float], capacity: float) -> bool:
+        """Return whether a division fits another bound, and so is the best of it.
+
+        Args:
+            num_stages: Number of stages, as of a division that was asked for.
+            lives: As above, but of the other bound.
+            capacity: The other bound on what a stage may hold.
+        """
+        first = 0
+        for number in reversed(range(num_stages)):
+            last = int(self._choices[number][0][first])
+            live = lives[min(number, len(lives) - 1)]
+            if not self._tables.fits_run(first, last, live, capacity):
+                return False
+            first = last + 1
+        return True
 
 
 def with_stage(

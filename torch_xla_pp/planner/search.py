@@ -174,6 +174,7 @@ class _Cutter:
         self._divisions: dict[object, RunCuts] = kept(("cuts", own))
         self._tables: dict[object, RunTables] = kept(("runs", own))
         self._branches: dict[object, BranchTables] = kept(("branches", own))
+        self._branch_tables: dict[object, BranchCuts] = kept(("branch cuts", own))
         self._grown: dict[object, list[Division]] = kept(("grown", own))
         self._runs: dict[object, OrderRuns] = kept("orders' runs")
         self._trees: dict[object, WorkTree] = kept("trees")
@@ -287,8 +288,7 @@ class _Cutter:
                 if has_fit and (count > _FEW_STAGES or len(order) > SMALL):
                     bounds = [capacity]
                 for bound in bounds:
-                    found = self._divided(setting, order, lives, bound)
-                    division = found.division(count)
+                    division = self._division(setting, order, lives, bound)
                     if division is not None:
                         yield division
                         if count > _FEW_STAGES:
@@ -298,22 +298,30 @@ class _Cutter:
         if planner in ("full", "graphpipe") and setting.stages_per_rank == 1:
             yield from self._branched(setting, lives, capacity)
 
-    def _divided(
+    def _division(
         self,
         setting: Setting,
         order: Order,
         lives: tuple[float, ...],
         capacity: float | None,
-    ) -> RunCuts:
+    ) -> Division | None:
         """Cut an order; results for several settings are cached."""
-        remat = self._request.remat
+        remat, count = self._request.remat, setting.num_stages
         key = setting.strategy, setting.rows, order
         if key not in self._tables:
             works = self._evaluator.works(setting.strategy, setting.rows)
             self._tables[key] = RunTables(self._runs_of(order), works, remat)
-        if capacity is not None and self._tables[key].fits(max(lives), capacity):
-            # A cut that fits with the most live microbatches is the same with fewer.
-            lives, capacity = (1.0,), np.inf
+        if capacity is not None:
+            # Runs that are the best of all and fit are the best of those that fit.
+            free = self._run_cuts(key, (1.0,), np.inf)
+            division = free.division(count)
+            if division is None or free.fit(count, lives, capacity):
+                return division
+        return self._run_cuts(key, lives, capacity).division(count)
+
+    def _run_cuts(
+        self, key: object, lives: tuple[float, ...], capacity: float | None
+    ) -> RunCuts:
         whole = key, lives, capacity
         if whole not in self._divisions:
             self._divisions[whole] = RunCuts(self._tables[key], lives, capacity)
@@ -343,22 +351,39 @@ class _Cutter:
             runs = self._runs_of(tree.works)
             tables = BranchTables(tree, runs, works, self._request.remat)
             self._branches[key] = tables
-        # If a cut fits with the most live microbatches, fewer change nothing.
-        if self._branches[key].runs.fits(max(lives) + 1, capacity):
-            lives, capacity = (1.0,) * len(lives), np.inf
-        whole = key, setting.num_ranks, lives, capacity
+        count, has_branches = setting.num_ranks, tree.has_branches
+        lives = (*lives, lives[-1] + 1)
+        # Stages that are the best of all and fit are the best of those that fit.
+        cuts, bound = self._branch_cuts(key, count + has_branches, None), None
+        counts = (count, count + 1) if has_branches else (count,)
+        if not all(cuts.fit(number, lives, capacity) for number in counts):
+            bound = lives, capacity
+            cuts = self._branch_cuts(key, count + has_branches, bound)
+        whole = key, count, bound
         if whole not in self._grown:
-            self._grown[whole] = self._grow(setting, key, lives, capacity)
+            self._grown[whole] = self._grow(setting, cuts, has_branches)
         yield from self._grown[whole]
 
+    def _branch_cuts(
+        self, key: object, most_ranks: int, bound: tuple[tuple[float, ...], float] | None
+    ) -> BranchCuts:
+        """Return the tables of a tree for as many ranks or more, with a bound or none.
+
+        Depths do not matter without a bound, so that the same serve for fewer ranks.
+        """
+        whole = key, bound
+        known = self._branch_tables.get(whole)
+        if known is None or known.most_ranks < most_ranks:
+            lives, capacity = bound or ((1.0,), np.inf)
+            known = BranchCuts(self._branches[key], most_ranks, lives, capacity)
+            self._branch_tables[whole] = known
+        return known
+
     def _grow(
-        self, setting: Setting, key: object, lives: tuple[float, ...], capacity: float
+        self, setting: Setting, cuts: BranchCuts, has_branches: bool
     ) -> list[Division]:
         """Cut the tree, also into one stage more, two of which are then joined."""
-        count, has_branches = setting.num_ranks, self._tree_of(setting).has_branches
-        lives = (*lives, lives[-1] + 1)
-        tables = self._branches[key]
-        cuts = BranchCuts(tables, count + has_branches, lives, capacity)
+        count = setting.num_ranks
         found = cuts.divisions(count)
         if has_branches:
             loads = self._weights(setting)
