@@ -118,10 +118,11 @@ class Case:
         """Yield the orders that plans are made with, and that keep to the memory."""
         yield self.listed()
         for rule in LIST_RULES:
-            order = listed_order(
+            found = listed_order(
                 rule, self.placement, self.num_microbatches, self.costs, self.network
             )
-            if order is not None and rule.is_split == self.is_split:
+            if found is not None and rule.is_split == self.is_split:
+                order, _ = found
                 try:
                     verify(order.schedule, self.edges, max_live=self.max_live)
                 except ScheduleError:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from strategies import series_parallel_graphs, work_graphs
 
 from torch_xla_pp.planner.branch_search import (
+    BranchCuts,
     BranchTables,
     cut_branches,
     least_bottlenecks,
@@ -141,3 +142,21 @@ def test_the_least_bottleneck_of_branches_is_found(
             first, last = min(map(places.get, stage)), max(map(places.get, stage))
             worst = max(worst, float(times[depth - 1][first, last]))
         assert worst == pytest.approx(division.bottleneck_s, rel=1e-4)
+
+
+@MANY
+@given(graph=series_parallel_graphs(), data=st.data())
+def test_stages_found_without_a_bound_are_those_with_one_if_they_fit(
+    graph: WorkGraph, data: st.DataObject
+) -> None:
+    tables = tables_of(graph)
+    most = float(tables.runs.state[0, -1] + tables.runs.saved["none"][0, -1])
+    capacity = data.draw(st.floats(0.2, 3)) * most
+    count = data.draw(st.integers(1, min(5, len(tables.tree.works))))
+    lives = [float(f) for f in range(1, count + 1)]
+    free = BranchCuts(tables, count + 1, (1.0,), np.inf)
+    bound = cut_branches(tables, count, lives, capacity)
+    if free.fit(count, lives, capacity):
+        assert free.divisions(count) == bound
+    else:
+        assert free.divisions(count) != bound

@@ -230,7 +230,7 @@ class _Solver:
     ) -> None:
         self._tree = tables.tree
         self._num_ranks = num_ranks
-        own = [*lives[:num_ranks], *lives[-1:] * (num_ranks - len(lives))]
+        own = [lives[min(depth, len(lives) - 1)] for depth in range(num_ranks)]
         known = {live: tables.runs.times(live, capacity) for live in {*own}}
         pairs = [known[live] for live in own]
         # Axes: depth, first work, last work.

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +30,7 @@ from torch_xla_pp.planner.strategies import Strategy
 from torch_xla_pp.planner.work_costs import Array, WorkCosts, WorkTable
 from torch_xla_pp.simulate import (
     Costs,
+    Routes,
     chain_flows,
     ring_all_reduce_s,
     stage_seconds,
@@ -100,6 +100,11 @@ class Cut:
     def ranks(self) -> tuple[int, ...]:
         """Rank of each stage."""
         return self.placement or self.setting.usual_ranks
+
+    @property
+    def stages_per_rank(self) -> int:
+        """The most stages on a rank, which a listed order is free to choose."""
+        return max(Counter(self.ranks).values())
 
     @property
     def sequence(self) -> tuple[int, ...] | None:
@@ -361,7 +366,10 @@ class Evaluator:
             edges,
             cut.sequence or (),
         )
-        return self._best_of(cut, [(order, costs, None)], limit_s)
+        step_s = step_seconds(order, costs, self.cluster.network, limit_s=limit_s)
+        if step_s > limit_s:
+            return None
+        return self._evaluation(cut, order, step_s, costs, self._held(cut))
 
     def _held(self, cut: Cut) -> "_Held":
         return _Held(*self.by_stage(cut, lambda works: _held_bytes(works, cut)))
@@ -369,56 +377,56 @@ class Evaluator:
     def _listed(
         self, cut: Cut, rules: Sequence[OrderRule], limit_s: float
     ) -> Evaluation | None:
-        """Return the best of several orders, None if all take longer than a limit."""
-        count, network = cut.setting.num_microbatches, self.cluster.network
-        found: list[_Ordered] = []
-        costs = {
-            is_split: self.costs(cut, is_split)
-            for is_split in {rule.is_split for rule in rules}
-        }
-        for rule in rules:
-            own = costs[rule.is_split]
-            order = listed_order(
-                rule,
-                cut.ranks,
-                count,
-                own,
-                network,
-                has_sequences=bool(cut.setting.strategies),
-            )
-            if order is not None:
-                found.append((order, own, rule))
-        return self._best_of(cut, found, limit_s)
-
-    def _best_of(
-        self, cut: Cut, orders: Sequence["_Ordered"], limit_s: float
-    ) -> Evaluation | None:
-        """Return the best of those orders that take no longer than a limit.
+        """Return the best of several orders, None if all take longer than a limit.
 
         Of those that take longer than one that fits, the memory does not matter.
         """
-        network, held = self.cluster.network, None
+        count, network = cut.setting.num_microbatches, self.cluster.network
+        held = None
         best: Evaluation | None = None
-        seconds = [step_seconds(order, costs, network) for order, costs, _ in orders]
-        for step_s, (order, costs, rule) in sorted(
-            zip(seconds, orders, strict=True), key=itemgetter(0)
-        ):
-            is_worse = best is not None and best.fits and step_s > best.step_s
-            if step_s > limit_s or is_worse:
-                break
-            held = held or self._held(cut)
-            found = Evaluation(
-                cut=cut,
-                step_s=step_s,
-                costs=held.in_costs(costs),
-                held_bytes=_rank_bytes(held, order),
-                order=order,
-                capacities=self.capacities(cut.setting.num_ranks),
-                rule=rule,
+        kinds: dict[bool, tuple[Costs, Routes]] = {}
+        for rule in rules:
+            if rule.is_split not in kinds:
+                own = self.costs(cut, rule.is_split)
+                routes = Routes.of(own.flows, cut.ranks, network)
+                kinds[rule.is_split] = own, routes
+            costs, routes = kinds[rule.is_split]
+            listed = listed_order(
+                rule,
+                cut.ranks,
+                count,
+                costs,
+                network,
+                routes=routes,
+                has_sequences=bool(cut.setting.strategies),
+                limit_s=min(limit_s, best.step_s) if best and best.fits else limit_s,
             )
+            if listed is None:
+                continue
+            held = held or self._held(cut)
+            found = self._evaluation(cut, *listed, costs, held, rule)
             if best is None or found.sort_key < best.sort_key:
                 best = found
         return best
+
+    def _evaluation(
+        self,
+        cut: Cut,
+        order: PlannedOrder,
+        step_s: float,
+        costs: Costs,
+        held: "_Held",
+        rule: OrderRule | None = None,
+    ) -> Evaluation:
+        return Evaluation(
+            cut=cut,
+            step_s=step_s,
+            costs=held.in_costs(costs),
+            held_bytes=_rank_bytes(held, order),
+            order=order,
+            capacities=self.capacities(cut.setting.num_ranks),
+            rule=rule,
+        )
 
     def costs(self, cut: Cut, is_split: bool | None = None) -> Costs:
         """Return the times of a cut's stages, and their messages.
@@ -528,10 +536,6 @@ def _add_borders(works: WorkCosts, cut: Cut, forward: Array, inputs: Array) -> N
     is_graded = is_sent & table.have_gradients[numbers]
     keys = np.unique(numbers[is_graded] * count + entered[is_graded])
     inputs += _binned(keys % count, works.border_s[keys // count], count)
-
-
-# An order of actions, what its stages cost, and the rule that made it.
-_Ordered = tuple[PlannedOrder, Costs, OrderRule | None]
 
 
 class _Held(NamedTuple):

@@ -34,6 +34,10 @@ _ROUNDS = 30
 # Of so few works, more changes are tried.
 SMALL = 24
 _FRAGMENTS = 3
+# How far the estimate of a change may be above the step that it is to improve. It is
+# seldom above the step that it is an estimate of, least of all with many works.
+_SLACK = 1.05
+_SLACK_OF_SMALL = 1.3
 _NUM_TRIED = 6
 
 
@@ -64,6 +68,7 @@ def moved_from(
     if is_small:
         # Ranks that differ have more starts: one or more for each sequence.
         num_near *= 4 if evaluator.cluster.ranks else 10
+    slack = _SLACK_OF_SMALL if evaluator.table.num_works <= SMALL else _SLACK
     left = most_tried
     rules: tuple[OrderRule, ...] = LIST_RULES
     if start.rule is not None:
@@ -71,8 +76,10 @@ def moved_from(
     for _ in range(_ROUNDS):
         changes = [*_changes(evaluator, best, remat)]
         more = [change for change in changes if len(change.ranks) > best.cut.num_stages]
-        tried = _screened(evaluator, best.cut, changes, num_near, seen)
-        tried += _screened(evaluator, best.cut, more, _FRAGMENTS, {*seen, *tried})
+        most_s = slack * best.step_s if best.fits else np.inf
+        tried = _screened(evaluator, best.cut, changes, num_near, seen, most_s)
+        known = {*seen, *tried}
+        tried += _screened(evaluator, best.cut, more, _FRAGMENTS, known, most_s)
         if not tried or len(tried) > left:
             break
         left -= len(tried)
@@ -188,11 +195,20 @@ def _screened(
     changes: Sequence[_Change],
     count: int,
     seen: Set[Cut],
+    most_s: float = np.inf,
 ) -> list[Cut]:
     """Return the valid cuts with the shortest estimates, as many as are asked for.
 
     Changes are looked at in the order of a bound on their estimate, until the next one
     cannot be among the best.
+
+    Args:
+        evaluator: Evaluates cuts.
+        cut: The cut that is changed.
+        changes: The changes.
+        count: How many to return at most.
+        seen: Cuts to leave out.
+        most_s: What an estimate may be.
     """
     if not changes:
         return []
@@ -200,12 +216,16 @@ def _screened(
     found: list[tuple[float, int, Cut]] = []
     known = {*seen}
     for number in np.argsort(bounds, kind="stable").tolist():
-        if len(found) >= count and bounds[number] >= found[count - 1][0]:
+        if len(found) >= count:
+            most_s = min(most_s, found[count - 1][0])
+        if bounds[number] >= most_s:
             break
         other = _cut_of(evaluator, cut, changes[number])
         if other is not None and other not in known:
             known.add(other)
-            insort(found, (estimated_s(evaluator, other), number, other))
+            seconds = estimated_s(evaluator, other)
+            if seconds <= most_s:
+                insort(found, (seconds, number, other))
     return [other for _, _, other in found[:count]]
 
 

@@ -1,10 +1,9 @@
 """The order of actions that a plan names, and its live microbatches."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
 import numpy as np
@@ -15,12 +14,18 @@ from torch_xla_pp.schedule import (
     Schedule,
     gpipe,
     interleaved_1f1b,
-    list_schedule,
     one_f_one_b,
     zb1p,
     zbv,
 )
-from torch_xla_pp.simulate import Costs, Network, StepOrder
+from torch_xla_pp.simulate import (
+    Costs,
+    Network,
+    Routes,
+    StepOrder,
+    listed_step,
+    step_seconds,
+)
 
 Edges = tuple[tuple[int, int], ...]
 
@@ -230,9 +235,11 @@ def listed_order(
     costs: Costs,
     network: Network,
     *,
+    routes: Routes | None = None,
     has_sequences: bool = False,
-) -> PlannedOrder | None:
-    """Return an order for what stages cost, None if the rule is not for such stages.
+    limit_s: float = inf,
+) -> tuple[PlannedOrder, float] | None:
+    """Return an order for what stages cost, and the time of a step with it.
 
     Args:
         rule: How to make it.
@@ -240,7 +247,13 @@ def listed_order(
         num_microbatches: Number of microbatches.
         costs: The costs of stages.
         network: The links between ranks.
+        routes: The routes of the costs' messages, if they are known.
         has_sequences: Whether builders may have other ranks in place of 0, 1, …
+        limit_s: What a step may take.
+
+    Returns:
+        The order and the time; None if that is longer than the limit, or the rule is
+        not for such stages.
     """
     edges, num_ranks = costs.edges, 1 + max(placement)
     if rule.builder != LISTED:
@@ -250,23 +263,26 @@ def listed_order(
             return None
         own = edges if rule.builder == "dag" else ()
         sequence = () if is_usual else placement
-        return planned_order(
+        order = planned_order(
             rule.builder, num_ranks, num_microbatches, 1, own, sequence
         )
+        step_s = step_seconds(order, costs, network, routes=routes, limit_s=limit_s)
+        return (order, step_s) if step_s <= limit_s else None
     depths = _depths(edges, len(placement))
     if rule.is_split:
         depths = [max(depths)] * len(depths)
-    schedule = list_schedule(
-        edges,
-        dict(enumerate(placement)),
+    found = listed_step(
+        costs,
+        placement,
         num_microbatches,
-        costs.seconds,
-        max_live={s: max(1, ceil(rule.live * depth)) for s, depth in enumerate(depths)},
+        network,
+        [max(1, ceil(rule.live * depth)) for depth in depths],
         split_backward=rule.is_split,
         most_waiting=rule.most_waiting,
-        delays_s=_delays_s(costs, placement, network),
+        routes=routes,
+        limit_s=limit_s,
     )
-    return PlannedOrder(schedule=schedule)
+    return None if found is None else (PlannedOrder(schedule=found[0]), found[1])
 
 
 def takes(name: str, num_ranks: int, num_microbatches: int) -> bool:
@@ -274,23 +290,6 @@ def takes(name: str, num_ranks: int, num_microbatches: int) -> bool:
     if name in ("interleaved", "zb1p"):
         return not num_microbatches % max(1, num_microbatches // num_ranks)
     return name != "zbv" or num_microbatches >= 2 * num_ranks - 1
-
-
-def _delays_s(
-    costs: Costs, placement: tuple[int, ...], network: Network
-) -> dict[tuple[int, int], float]:
-    """Return the time of a message along each edge between ranks."""
-    sizes: Counter[tuple[int, int]] = Counter()
-    for flow in costs.flows:
-        for edge in flow.edges:
-            sizes[edge] += flow.num_bytes
-    found = {}
-    for (producer, consumer), size in sizes.items():
-        sender, receiver = placement[producer], placement[consumer]
-        if sender != receiver:
-            link = network.link(sender, receiver)
-            found[producer, consumer] = link.latency_s + size / link.bytes_per_s
-    return found
 
 
 def _depths(edges: Edges, num_stages: int) -> list[int]:

@@ -44,7 +44,7 @@ def load_of(evaluator: Evaluator, best: Evaluation) -> PipelineLoad:
         ),
         num_microbatches=setting.num_microbatches,
         num_ranks=setting.num_ranks,
-        stages_per_rank=setting.stages_per_rank,
+        stages_per_rank=cut.stages_per_rank,
         mesh={"data": strategy.data, "model": strategy.model},
         strategies={"data": data, "model": "tp"},
         machine=_machine_of(evaluator, strategy),

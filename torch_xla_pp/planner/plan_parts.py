@@ -117,7 +117,7 @@ def _schedule(best: Evaluation) -> PlannedSchedule:
     # The order of a name is that of ranks 0, 1, …; of others it is written out.
     return PlannedSchedule(
         name=LISTED,
-        stages_per_rank=max(Counter(best.cut.ranks).values()),
+        stages_per_rank=best.cut.stages_per_rank,
         csv=best.order.schedule.to_csv(),
     )
 

@@ -36,14 +36,14 @@ from torch_xla_pp.planner.work_tree import WorkTree, tree_of
 
 # How far an estimate may be above the best step: for settings, and for cuts, which cost
 # little to evaluate in small graphs.
-_SLACK = 1.1
-_SLACK_OF_CUTS = 1.05
+_SLACK = 1.05
+_SLACK_OF_CUTS = 1.02
 _SLACK_OF_SMALL = 1.3
 # The least share of the average of live microbatches that a plan holds, as heavy stages
 # may be those with few microbatches.
 _SURE = 0.8
 _FEW_STAGES = 8
-_NUM_STARTS = 8
+_NUM_STARTS = 6
 # A bound on the actions of all cuts that moves lead to, instead of a time limit.
 _MOVED = 400_000
 _STARTS_OF_SETTING = 6
@@ -180,6 +180,7 @@ class _Cutter:
         self._trees: dict[object, WorkTree] = kept("trees")
         self._orders: dict[object, tuple[Order, ...]] = kept("orders")
         self._sums: dict[object, _Totals] = kept("sums")
+        self._final: dict[object, float] = kept("final seconds")
         sequences = kept(("sequences", own))
         if not sequences:
             sequences[own] = SequenceCuts(evaluator, own, self._runs_of)
@@ -205,7 +206,7 @@ class _Cutter:
             fill /= 2
         share = min(1.0, self._share_too_many(setting, totals))
         load += share * totals.forward_s / ranks
-        final = totals.final_s / ranks
+        final = self._final_s(setting) / ranks
         return setting.num_microbatches * load + fill / per_rank + final
 
     def may_fit(self, setting: Setting) -> bool:
@@ -365,7 +366,10 @@ class _Cutter:
         yield from self._grown[whole]
 
     def _branch_cuts(
-        self, key: object, most_ranks: int, bound: tuple[tuple[float, ...], float] | None
+        self,
+        key: object,
+        most_ranks: int,
+        bound: tuple[tuple[float, ...], float] | None,
     ) -> BranchCuts:
         """Return the tables of a tree for as many ranks or more, with a bound or none.
 
@@ -435,11 +439,11 @@ class _Cutter:
         return self._orders[key]
 
     def _totals(self, setting: Setting) -> "_Totals":
-        key = setting.strategy, setting.rows, setting.replicas
+        key = setting.strategy, setting.rows
         if key not in self._sums:
             works = self._evaluator.works(setting.strategy, setting.rows)
             forward, inputs, weights = works.seconds
-            kept = works.value_bytes[np.unique(works.table.keeping[:, 0])].sum()
+            kept = works.value_bytes[works.table.kept_values].sum()
             again = works.saved["full"].sum()
             state = works.parameter_bytes.sum() * (2 + works.optimizer_bytes)
             self._sums[key] = _Totals(
@@ -447,11 +451,18 @@ class _Cutter:
                 path_s=works.longest_path_s(False),
                 forward_s=float(forward.sum()),
                 weight_s=float(weights.sum()),
-                final_s=float(works.final_s(setting.replicas).sum()),
                 state_bytes=float(state),
                 saved_bytes=float(works.saved["none"].sum() + kept - again),
             )
         return self._sums[key]
+
+    def _final_s(self, setting: Setting) -> float:
+        """Return the time of all works at the end of a step, whatever the rows."""
+        key = setting.strategy, setting.replicas
+        if key not in self._final:
+            works = self._evaluator.works(setting.strategy, setting.rows)
+            self._final[key] = float(works.final_s(setting.replicas).sum())
+        return self._final[key]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -463,7 +474,6 @@ class _Totals:
         path_s: The same along the longest path.
         forward_s: F alone.
         weight_s: W alone.
-        final_s: The time at the end of a step.
         state_bytes: Parameters, gradients and the optimizer's state on a device.
         saved_bytes: The bytes of a microbatch that remat does not keep.
     """
@@ -472,7 +482,6 @@ class _Totals:
     path_s: float
     forward_s: float
     weight_s: float
-    final_s: float
     state_bytes: float
     saved_bytes: float
 

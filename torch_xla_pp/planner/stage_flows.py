@@ -1,8 +1,8 @@
 """The values that stages send each other, and when in an action they are there."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Self
 
 import numpy as np
@@ -90,27 +90,40 @@ def flows_of(
     """
     table = works.table
     homes, entered = table.homes_and_users(stages)
-    sizes: Counter[tuple[int, tuple[int, ...], bool]] = Counter()
-    times: dict[tuple[int, tuple[int, ...], bool], list[float]] = {}
+    keys: dict[tuple[int, tuple[int, ...], bool], _Joined] = {}
     crossing = np.unique(table.uses[entered != homes[table.uses[:, 0]], 0])
+    sizes, have_gradients = works.message_sizes, table.have_gradients.tolist()
     for number in crossing.tolist():
         producer = table.producers[number]
         if producer < 0 and has_own_inputs:
             continue
         home = 0 if producer < 0 else stages[producer]
-        firsts = {stages[user]: user for user in sorted(table.users[number])[::-1]}
+        firsts = {stages[user]: user for user in table.last_users[number]}
         firsts.pop(home, None)
-        if firsts:
-            consumers = tuple(sorted(firsts))
-            value = table.graph.values[number]
-            key = home, consumers, value.has_gradient and producer >= 0
-            sizes[key] += round(works.message_bytes[number])
-            made_at = 1.0 if producer < 0 else parts.forward[producer]
-            own = [made_at, *(parts.backward[firsts[stage]] for stage in consumers)]
-            times[key] = [*map(max, own, times.get(key, own))]
+        if not firsts:
+            continue
+        consumers = tuple(sorted(firsts))
+        key = home, consumers, producer >= 0 and have_gradients[number]
+        made_at = 1.0 if producer < 0 else parts.forward[producer]
+        times = [made_at, *(parts.backward[firsts[stage]] for stage in consumers)]
+        if key in keys:
+            joined = keys[key]
+            joined.num_bytes += sizes[number]
+            joined.times = [*map(max, times, joined.times)]
+        else:
+            keys[key] = _Joined(sizes[number], times)
     return tuple(
-        _flow(key, num_bytes, times[key]) for key, num_bytes in sorted(sizes.items())
+        _flow(key, joined.num_bytes, joined.times)
+        for key, joined in sorted(keys.items(), key=itemgetter(0))
     )
+
+
+@dataclass(slots=True)
+class _Joined:
+    """Bytes of values with the same stages, and when these and gradients are made."""
+
+    num_bytes: int
+    times: Sequence[float]
 
 
 def _flow(

@@ -25,6 +25,7 @@ from torch_xla_pp.work import Cost, Work, WorkGraph
 Array = NDArray[np.float64]
 
 # Bytes of the optimizer's state for each byte of parameters.
+_Pair = tuple[NDArray[np.int_], NDArray[np.int_]]
 OPTIMIZERS: Mapping[str, float] = {"sgd": 0.0, "momentum": 1.0, "adamw": 2.0}
 
 
@@ -42,6 +43,9 @@ class WorkTable:
     measured: MeasuredCosts | None = None
     rules: ParameterRules | None = None
     _split: dict[int, Array] = field(default_factory=dict, repr=False)
+    _homes: dict[str, tuple[tuple[int, ...], _Pair]] = field(
+        default_factory=dict, repr=False
+    )
     _by_rules: dict[Strategy, RuleSplits] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -107,8 +111,14 @@ class WorkTable:
         Args:
             stages: The stage of each work.
         """
-        stage_of = np.array([*stages, -1])
-        return stage_of[np.array(self.producers)], stage_of[self.uses[:, 1]]
+        last, found = self._homes.get("last", ((), None))
+        if found is None or last is not stages:
+            stage_of = np.array([*stages, -1])
+            found = stage_of[self._makers], stage_of[self.uses[:, 1]]
+            if isinstance(stages, tuple):
+                # The same stages are asked for many times in turn.
+                self._homes["last"] = stages, found
+        return found
 
     def takes(self, rows: float) -> bool:
         """Return whether times are known for so many rows on a device."""
@@ -184,6 +194,20 @@ class WorkTable:
         return tuple(
             -1 if v.producer is None else index[v.producer] for v in self.graph.values
         )
+
+    @cached_property
+    def _makers(self) -> NDArray[np.int_]:
+        return np.array(self.producers, dtype=int)
+
+    @cached_property
+    def kept_values(self) -> NDArray[np.int_]:
+        """Numbers of the values that a work keeps."""
+        return np.unique(self.keeping[:, 0])
+
+    @cached_property
+    def last_users(self) -> tuple[tuple[int, ...], ...]:
+        """Places of the users of each value, the last one first."""
+        return tuple(tuple(sorted(own, reverse=True)) for own in self.users)
 
     @cached_property
     def uses(self) -> NDArray[np.int_]:
@@ -407,6 +431,12 @@ class WorkCosts:
         """Bytes of each value for all devices of a rank."""
         sizes = self.table.value_sizes
         return sizes[:, 0] * self.rows + sizes[:, 1]
+
+    @cached_property
+    def message_sizes(self) -> list[int]:
+        """The same, rounded to whole bytes."""
+        sizes: list[int] = np.rint(self.message_bytes).astype(int).tolist()
+        return sizes
 
     @cached_property
     def value_bytes(self) -> Array:

@@ -4,6 +4,7 @@ An edge is a pair (producer, consumer) of stages. A producer is always the lower
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 
 StagePair = tuple[int, int]
 
@@ -88,3 +89,20 @@ def carriers_of(
             if giver != producer
         }
     )
+
+
+def possible_carriers(
+    edges: Iterable[StagePair], placement: Mapping[int, int] | Sequence[int]
+) -> list[StagePair]:
+    """Return the pairs of `carriers_of` whichever consumers use the same values.
+
+    Args:
+        edges: Pairs (producer, consumer); they do not show which use one value.
+        placement: Rank of each stage.
+    """
+    users: dict[tuple[int, int], set[int]] = {}
+    for producer, consumer in edges:
+        if placement[producer] != placement[consumer]:
+            users.setdefault((producer, placement[consumer]), set()).add(consumer)
+    pairs = (pair for own in users.values() for pair in combinations(sorted(own), 2))
+    return sorted(set(pairs))

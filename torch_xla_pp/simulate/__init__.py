@@ -11,8 +11,10 @@ from torch_xla_pp.simulate.costs import (
 from torch_xla_pp.simulate.estimated import estimated_costs
 from torch_xla_pp.simulate.expected import expected_step_s
 from torch_xla_pp.simulate.job_links import AxisLink, JobLinks, ring_all_reduce_s
+from torch_xla_pp.simulate.listed import listed_step
 from torch_xla_pp.simulate.measured import measured_costs, measured_network
 from torch_xla_pp.simulate.network import Link, Network
+from torch_xla_pp.simulate.routes import Routes
 from torch_xla_pp.simulate.scaled_seconds import (
     ActionSeconds,
     even_stages,
@@ -30,12 +32,14 @@ __all__ = [
     "JobLinks",
     "Link",
     "Network",
+    "Routes",
     "StepOrder",
     "chain_flows",
     "edge_flows",
     "estimated_costs",
     "even_stages",
     "expected_step_s",
+    "listed_step",
     "measured_costs",
     "measured_network",
     "ring_all_reduce_s",

@@ -5,8 +5,8 @@ are messages; those of one phase from a stage to another are one *stream*, which
 carries one message for each microbatch. Values that stay on a rank arrive at once.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,14 +31,14 @@ class Hop(NamedTuple):
     """The part of the sender's action after which they are there."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stream:
+class Stream(NamedTuple):
     """The messages that one stage sends to another.
 
     Args:
         hop: Stages, phase and size, and when in an action they are there.
         sender_rank: Rank that sends.
         receiver_rank: Rank that receives.
+        link: Number of the link between them.
         sending_s: Time for which a message occupies the link.
         latency_s: Time until it arrives after that.
     """
@@ -46,6 +46,7 @@ class Stream:
     hop: Hop
     sender_rank: int
     receiver_rank: int
+    link: int
     sending_s: float
     latency_s: float
 
@@ -56,6 +57,7 @@ class Routes:
 
     Args:
         streams: All streams.
+        num_links: Number of links that they use.
         receives: Numbers of the streams that they receive from.
         sends: Numbers of the streams that they send on.
         after: Stages and phases that must come before them on their rank, for the same
@@ -63,41 +65,63 @@ class Routes:
     """
 
     streams: tuple[Stream, ...]
+    num_links: int
     receives: Mapping[Phase, list[int]]
     sends: Mapping[Phase, list[int]]
     after: Mapping[Phase, list[Phase]]
 
     @classmethod
     def of(
-        cls, flows: tuple[Flow, ...], placement: Mapping[int, int], network: Network
+        cls,
+        flows: tuple[Flow, ...],
+        placement: Mapping[int, int] | Sequence[int],
+        network: Network,
     ) -> "Routes":
         """Find the routes of all values and gradients.
 
         Args:
             flows: The values that stages make for each other.
-            placement: Stage → rank.
+            placement: Rank of each stage.
             network: The links between ranks.
         """
         receives: defaultdict[Phase, list[int]] = defaultdict(list)
         sends: defaultdict[Phase, list[int]] = defaultdict(list)
         after: defaultdict[Phase, list[Phase]] = defaultdict(list)
-        for stage in placement:
+        for stage in range(len(placement)):
             after[stage, BACKWARD].append((stage, FORWARD))
             after[stage, WEIGHT].append((stage, BACKWARD))
         streams: list[Stream] = []
+        links: dict[tuple[int, int], int] = {}
         for hop in _merged(hop for flow in flows for hop in hops(flow, placement)):
-            if placement[hop.sender] == placement[hop.receiver]:
+            ranks = placement[hop.sender], placement[hop.receiver]
+            if ranks[0] == ranks[1]:
                 after[hop.receiver, hop.phase].append((hop.sender, hop.phase))
                 continue
             sends[hop.sender, hop.phase].append(len(streams))
             receives[hop.receiver, hop.phase].append(len(streams))
-            streams.append(_stream(hop, placement, network))
+            link = network.link(*ranks)
+            streams.append(
+                Stream(
+                    hop=hop,
+                    sender_rank=ranks[0],
+                    receiver_rank=ranks[1],
+                    link=links.setdefault(ranks, len(links)),
+                    sending_s=hop.num_bytes / link.bytes_per_s,
+                    latency_s=link.latency_s,
+                )
+            )
         for numbers in sends.values():
             numbers.sort(key=lambda number: streams[number].hop.part)
-        return cls(streams=tuple(streams), receives=receives, sends=sends, after=after)
+        return cls(
+            streams=tuple(streams),
+            num_links=len(links),
+            receives=receives,
+            sends=sends,
+            after=after,
+        )
 
 
-def hops(flow: Flow, placement: Mapping[int, int]) -> Iterator[Hop]:
+def hops(flow: Flow, placement: Mapping[int, int] | Sequence[int]) -> Iterator[Hop]:
     """Yield the hops of a value to its consumers, and of its gradients back."""
     givers = givers_of(flow.producer, flow.consumers, placement)
     parts = dict(zip(flow.consumers, flow.graded_at, strict=False))
@@ -109,25 +133,15 @@ def hops(flow: Flow, placement: Mapping[int, int]) -> Iterator[Hop]:
             yield Hop(BACKWARD, consumer, flow.producer, flow.num_bytes, part)
 
 
-def _merged(hops: Iterator[Hop]) -> Iterator[Hop]:
+def _merged(hops: Iterable[Hop]) -> list[Hop]:
     """Join all hops with the same stages and phase, which are there with the last."""
-    sizes: Counter[tuple[int, int, int]] = Counter()
-    parts: dict[tuple[int, int, int], float] = {}
+    found: dict[tuple[int, int, int], Hop] = {}
     for hop in hops:
-        key = hop.phase, hop.sender, hop.receiver
-        sizes[key] += hop.num_bytes
-        parts[key] = max(hop.part, parts.get(key, 0.0))
-    for key, num_bytes in sorted(sizes.items()):
-        yield Hop(*key, num_bytes, parts[key])
-
-
-def _stream(hop: Hop, placement: Mapping[int, int], network: Network) -> Stream:
-    sender_rank, receiver_rank = placement[hop.sender], placement[hop.receiver]
-    link = network.link(sender_rank, receiver_rank)
-    return Stream(
-        hop=hop,
-        sender_rank=sender_rank,
-        receiver_rank=receiver_rank,
-        sending_s=hop.num_bytes / link.bytes_per_s,
-        latency_s=link.latency_s,
-    )
+        key = hop[:3]
+        if key in found:
+            old = found[key]
+            size, part = hop.num_bytes + old.num_bytes, max(hop.part, old.part)
+            found[key] = Hop(*key, size, part)
+        else:
+            found[key] = hop
+    return [found[key] for key in sorted(found)]

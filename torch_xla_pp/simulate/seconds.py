@@ -4,10 +4,12 @@ The results equal those of `simulate` up to the order of sums, in less than a te
 its time. Nothing here checks the order of a rank's own actions.
 """
 
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
+from math import inf
 from typing import NamedTuple
 
 from torch_xla_pp.schedule import KINDS, Schedule
@@ -44,9 +46,9 @@ class StepOrder:
         )
 
     @cached_property
-    def kinds(self) -> frozenset[int]:
-        """Numbers of the kinds of actions of each stage."""
-        return frozenset(number for row in self.rows for number, _ in row)
+    def counts(self) -> tuple[Mapping[int, int], ...]:
+        """For each rank the kinds of actions of stages, and the number of each."""
+        return tuple(Counter(number for number, _ in row) for row in self.rows)
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -55,7 +57,12 @@ class StepOrder:
 
 
 def step_seconds(
-    order: StepOrder | Schedule, costs: Costs, network: Network | None = None
+    order: StepOrder | Schedule,
+    costs: Costs,
+    network: Network | None = None,
+    *,
+    routes: Routes | None = None,
+    limit_s: float = inf,
 ) -> float:
     """Return the time of a step, including `final_s`.
 
@@ -63,6 +70,8 @@ def step_seconds(
         order: The actions of each rank; a `StepOrder` if there are several costs.
         costs: The costs of stages; `final_s` counts, too.
         network: The links between ranks; None for messages that take no time.
+        routes: The routes of the messages, if they are known.
+        limit_s: Of a longer step the time does not matter: it may be infinity.
 
     Raises:
         ScheduleError: The schedule cannot run to its end.
@@ -71,14 +80,49 @@ def step_seconds(
     if isinstance(order, Schedule):
         order = StepOrder(schedule=order)
     network = network or Network()
-    routes = Routes.of(costs.flows, order.placement, network)
-    free_s = _ends(order, costs, routes)
+    routes = routes or Routes.of(costs.flows, order.placement, network)
+    latest_s = latest_ends(costs, order.placement, limit_s)
+    free_s = _ends(order, costs, routes, latest_s)
     if free_s is None:
         simulate(order.schedule, costs, network)
         raise ValueError("step_seconds: expected a schedule that can run.")
+    return with_final_s(free_s, costs, order.placement) if free_s else inf
+
+
+def with_final_s(
+    ends_s: Sequence[float],
+    costs: Costs,
+    placement: Mapping[int, int] | Sequence[int],
+) -> float:
+    """Return when all ranks have done what follows their last actions.
+
+    Args:
+        ends_s: When each rank has run its last action.
+        costs: The costs of stages, with their `final_s`.
+        placement: Rank of each stage.
+    """
+    found_s = [*ends_s]
     for stage, seconds in costs.final_s.items():
-        free_s[order.placement[stage]] += seconds
-    return max(free_s)
+        found_s[placement[stage]] += seconds
+    return max(found_s)
+
+
+def latest_ends(
+    costs: Costs, placement: Mapping[int, int] | Sequence[int], limit_s: float
+) -> list[float]:
+    """Return when each rank has to have run its last action.
+
+    Args:
+        costs: The costs of stages, with their `final_s`.
+        placement: Rank of each stage.
+        limit_s: What a step may take.
+    """
+    ranks = [placement[stage] for stage in range(len(placement))]
+    # What takes just as long is in time, whatever the order of sums.
+    found_s = [limit_s * (1 + 1e-9)] * (1 + max(ranks))
+    for stage, seconds in costs.final_s.items():
+        found_s[ranks[stage]] -= seconds
+    return found_s
 
 
 class _Sent(NamedTuple):
@@ -107,14 +151,24 @@ class _Sent(NamedTuple):
 _Routine = tuple[float, tuple[_Sent, ...], tuple[_Sent, ...]]
 
 
-def _ends(order: StepOrder, costs: Costs, routes: Routes) -> list[float] | None:
-    """Return when each rank has run its last action, None if one never does.
+def _ends(
+    order: StepOrder, costs: Costs, routes: Routes, latest_s: Sequence[float]
+) -> list[float] | None:
+    """Return when each rank has run its last action.
 
     It is one function, as calls would take longer than its work.
+
+    Returns:
+        The times; [] if one is later than it may be, None if a rank never ends.
     """
-    routines, num_links = _routines(order, costs, routes)
-    links_free_s = [0.0] * num_links
+    routines = _routines(order, costs, routes)
+    links_free_s = [0.0] * routes.num_links
     rows = order.rows
+    # For how long each rank may wait.
+    spare_s = [
+        end_s - sum(count * routines[number][0] for number, count in counts.items())
+        for end_s, counts in zip(latest_s, order.counts, strict=True)
+    ]
     free_s, steps = [0.0] * len(rows), [0] * len(rows)
     awake = deque(range(len(rows)))
     while awake:
@@ -132,9 +186,13 @@ def _ends(order: StepOrder, costs: Costs, routes: Routes) -> list[float] | None:
                     break
                 if arrival_s > start_s:
                     start_s = arrival_s
-            if start_s < 0:
-                steps[rank] = step
-                break
+            if start_s != now_s:
+                if start_s < 0:
+                    steps[rank] = step
+                    break
+                spare_s[rank] -= start_s - now_s
+                if spare_s[rank] < 0:
+                    return []
             now_s = start_s + seconds
             for (
                 arrivals,
@@ -159,26 +217,21 @@ def _ends(order: StepOrder, costs: Costs, routes: Routes) -> list[float] | None:
     return free_s if is_complete else None
 
 
-def _routines(
-    order: StepOrder, costs: Costs, routes: Routes
-) -> tuple[dict[int, _Routine], int]:
-    """Return the routines of each stage and kind, and the number of links."""
-    links: dict[tuple[int, int], int] = {}
+def _routines(order: StepOrder, costs: Costs, routes: Routes) -> dict[int, _Routine]:
+    """Return the routines of each stage and kind."""
     streams = [
         _Sent(
             arrivals=[-1.0] * order.num_microbatches,
             sending_s=stream.sending_s,
             latency_s=stream.latency_s,
-            link=links.setdefault(
-                (stream.sender_rank, stream.receiver_rank), len(links)
-            ),
+            link=stream.link,
             waiting=[-1],
             receiver=stream.receiver_rank,
         )
         for stream in routes.streams
     ]
     found = {}
-    for number in order.kinds:
+    for number in chain.from_iterable(order.counts):
         stage, kind = number // len(KINDS), KINDS[number % len(KINDS)]
         seconds = costs.seconds.get((stage, kind))
         if seconds is None:
@@ -195,7 +248,7 @@ def _routines(
                 for number in routes.sends.get(phase, ())
             ),
         )
-    return found, len(links)
+    return found
 
 
 def _sent_from(sent: _Sent, part: float, seconds: float) -> _Sent:

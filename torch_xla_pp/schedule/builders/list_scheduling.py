@@ -10,21 +10,20 @@ Law: an order runs to its end if a stage may hold one microbatch or more, as the
 microbatch that is not finished can always go on.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import combinations
+from itertools import chain
 from math import inf
+from typing import NamedTuple
 
 from torch_xla_pp.schedule.action import Action, Kind
 from torch_xla_pp.schedule.builders.counts import check_counts
 from torch_xla_pp.schedule.edges import (
     StagePair,
-    carriers_of,
     check_edges,
     depths_of,
-    neighbours_of,
+    possible_carriers,
 )
 from torch_xla_pp.schedule.schedule import Schedule
 
@@ -77,24 +76,34 @@ def list_schedule(
             hold nothing.
     """
     edges = _checked("list_schedule", edges, placement, num_microbatches)
-    num_stages, kinds = len(placement), _KINDS[split_backward]
+    num_stages = len(placement)
     own_s = delays_s or {}
-    along = [(p, c, own_s.get((p, c), 0.0)) for p, c in edges]
-    against = [(c, p, delay_s) for p, c, delay_s in along]
+    ranks = [placement[stage] for stage in range(num_stages)]
+    along: list[list[Delivery]] = [[] for _ in ranks]
+    against: list[list[Delivery]] = [[] for _ in ranks]
+    for producer, consumer in edges:
+        # Links that take no time to send: one for each rank is as good as any.
+        for hops, giver, taker in (
+            (along, producer, consumer),
+            (against, consumer, producer),
+        ):
+            delay_s = own_s.get((producer, consumer), 0.0)
+            hops[giver].append(Delivery(taker, ranks[giver], latency_s=delay_s))
     # Values that a carrier receives for others reach them once its forward has run.
-    values = _possible_values(neighbours_of(edges, num_stages))
-    along += [(first, other, 0.0) for first, other in carriers_of(values, placement)]
-    rows = _rows(
-        placement,
+    for first, other in possible_carriers(edges, placement):
+        along[first].append(Delivery(other, ranks[first]))
+    found = listed_actions(
+        ranks,
         num_microbatches,
-        kinds,
-        _times(num_stages, kinds, seconds),
+        _times(num_stages, _KINDS[split_backward], seconds),
         _most_live(edges, num_stages, num_microbatches, max_live),
-        most_waiting,
-        _Hops.of(along, num_stages),
-        _Hops.of(against, num_stages),
+        along,
+        against,
+        most_waiting=most_waiting,
     )
-    return Schedule(actions=tuple(map(tuple, rows)))
+    if found is None:
+        raise RuntimeError("list_schedule: expected an order that has no limit.")
+    return found[0]
 
 
 def dag_1f1b(
@@ -148,78 +157,87 @@ def _checked(
     return edges
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Hops:
-    """The messages between the forwards, or the backwards, of stages.
+class Delivery(NamedTuple):
+    """The way of what each forward, or each backward, of a stage sends to another one.
 
     Args:
-        receivers: For each stage the stages that it sends to, and the times of sending.
-        num_needed: For each stage the number of messages that it receives.
+        receiver: Stage that receives.
+        link: Number of the link, which takes one message at a time.
+        sending_s: Time for which a message occupies the link.
+        latency_s: Time until it arrives after that.
+        early_s: Time before the end of the action at which it is there.
     """
 
-    receivers: tuple[tuple[tuple[int, float], ...], ...]
-    num_needed: tuple[int, ...]
-
-    @classmethod
-    def of(cls, hops: Iterable[tuple[int, int, float]], num_stages: int) -> "_Hops":
-        """Sort triples of sender, receiver and time."""
-        receivers: list[list[tuple[int, float]]] = [[] for _ in range(num_stages)]
-        num_needed = [0] * num_stages
-        for sender, receiver, delay_s in hops:
-            receivers[sender].append((receiver, delay_s))
-            num_needed[receiver] += 1
-        return cls(receivers=tuple(map(tuple, receivers)), num_needed=tuple(num_needed))
+    receiver: int
+    link: int
+    sending_s: float = 0.0
+    latency_s: float = 0.0
+    early_s: float = 0.0
 
 
-def _rows(
-    placement: Mapping[int, int],
+def listed_actions(
+    ranks: Sequence[int],
     num_microbatches: int,
-    kinds: Sequence[Kind],
     seconds: Sequence[Sequence[float]],
     most_live: Sequence[int],
-    most_waiting: int | None,
-    forward: _Hops,
-    backward: _Hops,
-) -> list[list[Action]]:
-    """Run all actions, and return each rank's in the order in which they began.
+    forward: Sequence[Sequence[Delivery]],
+    backward: Sequence[Sequence[Delivery]],
+    *,
+    most_waiting: int | None = None,
+    latest_s: Sequence[float] = (),
+) -> tuple[Schedule, list[float]] | None:
+    """Run all actions as `list_schedule` does, with links between stages.
 
-    It is one function, as calls would take longer than its work. Each stage has numbers
-    of the forwards, backwards and W that it has begun.
+    It is one function, as calls would take longer than its work.
 
     Args:
-        placement: Rank of each stage.
+        ranks: Rank of each stage.
         num_microbatches: Number of microbatches.
-        kinds: F and B, or F, I and W.
-        seconds: For each stage the times of these.
+        seconds: For each stage the times of F and B, or of F, I and W.
         most_live: For each stage how many microbatches it may hold.
+        forward: For each stage what its forwards send, in the order of sending.
+        backward: The same of backwards, or of I.
         most_waiting: See `list_schedule`.
-        forward: Messages of forwards.
-        backward: Messages of backwards.
+        latest_s: When each rank has to be done at the latest; () for no limit.
+
+    Returns:
+        The order, and when each rank is done; None if one cannot be in time.
     """
-    num_stages = len(placement)
-    ranks = [placement[stage] for stage in range(num_stages)]
+    num_stages, num_ranks = len(ranks), 1 + max(ranks)
     stages_of = [
-        [s for s in range(num_stages) if ranks[s] == r] for r in range(1 + max(ranks))
+        [s for s in range(num_stages) if ranks[s] == r] for r in range(num_ranks)
     ]
+    is_split = len(seconds[0]) > 2
+    kinds = _KINDS[is_split]
+    # Numbers of the forwards, backwards and W that each stage has begun.
     begun = [[0] * num_stages for _ in range(3)]
     forwards, backwards, weights = begun
-    is_split = len(kinds) > 2
     finished = weights if is_split else backwards
     # When all messages for a stage and microbatch have arrived; infinity for not yet.
     ready_s: list[list[list[float]]] = []
     missing: list[list[list[int]]] = []
-    latest_s: list[list[list[float]]] = []
-    for hops in (forward, backward):
-        counts = hops.num_needed
+    arrived_s: list[list[list[float]]] = []
+    deliveries = forward, backward
+    for hops in deliveries:
+        counts = [0] * num_stages
+        for hop in chain.from_iterable(hops):
+            counts[hop.receiver] += 1
         ready_s.append([[inf if n else 0.0] * num_microbatches for n in counts])
         missing.append([[n] * num_microbatches for n in counts])
-        latest_s.append([[0.0] * num_microbatches for _ in counts])
+        arrived_s.append([[0.0] * num_microbatches for _ in counts])
     forward_ready_s, backward_ready_s = ready_s
-    receivers = forward.receivers, backward.receivers
+    num_links = 1 + max((h.link for h in chain(*forward, *backward)), default=-1)
+    links_free_s = [0.0] * num_links
     rows: list[list[Action]] = [[] for _ in stages_of]
-    free_s = [0.0] * len(rows)
+    free_s = [0.0] * num_ranks
+    # For how long each rank may wait.
+    spare_s = [inf] * num_ranks
+    if latest_s:
+        spare_s = [*latest_s]
+        for rank, own_s in zip(ranks, seconds, strict=True):
+            spare_s[rank] -= num_microbatches * sum(own_s)
     # When to look at a rank again: it is free then, or a message has arrived.
-    wakings = [(0.0, rank) for rank in range(len(rows))]
+    wakings = [(0.0, rank) for rank in range(num_ranks)]
     num_left = num_stages * len(kinds) * num_microbatches
     while num_left:
         now_s, rank = heappop(wakings)
@@ -259,6 +277,10 @@ def _rows(
             if late < 0:
                 continue
             chosen, phase, microbatch = late, _WEIGHT, late_microbatch
+        if now_s > free_s[rank]:
+            spare_s[rank] -= now_s - free_s[rank]
+            if spare_s[rank] < 0:
+                return None
         rows[rank].append(_action(chosen, kinds[phase], microbatch))
         begun[phase][chosen] += 1
         num_left -= 1
@@ -267,14 +289,24 @@ def _rows(
         heappush(wakings, (end_s, rank))
         if phase == _WEIGHT:
             continue
-        for receiver, delay_s in receivers[phase][chosen]:
-            latest = latest_s[phase][receiver]
-            latest[microbatch] = max(latest[microbatch], end_s + delay_s)
-            missing[phase][receiver][microbatch] -= 1
-            if not missing[phase][receiver][microbatch]:
-                ready_s[phase][receiver][microbatch] = latest[microbatch]
-                heappush(wakings, (latest[microbatch], ranks[receiver]))
-    return rows
+        for receiver, link, sending_s, latency_s, early_s in deliveries[phase][chosen]:
+            link_s, sent_s = links_free_s[link], end_s - early_s
+            link_s = (link_s if link_s > sent_s else sent_s) + sending_s
+            links_free_s[link] = link_s
+            arrival_s = link_s + latency_s
+            arrivals_s = arrived_s[phase][receiver]
+            if arrivals_s[microbatch] > arrival_s:
+                arrival_s = arrivals_s[microbatch]
+            left = missing[phase][receiver]
+            left[microbatch] -= 1
+            if left[microbatch]:
+                arrivals_s[microbatch] = arrival_s
+                continue
+            ready_s[phase][receiver][microbatch] = arrival_s
+            other = ranks[receiver]
+            if arrival_s >= free_s[other]:
+                heappush(wakings, (arrival_s, other))
+    return Schedule(actions=tuple(map(tuple, rows))), free_s
 
 
 def _most_live(
@@ -320,15 +352,6 @@ def _times(
             f"of {', '.join(kinds)}, got {', '.join(faults)}. Give them."
         )
     return [[seconds[stage, kind] for kind in kinds] for stage in stages]
-
-
-def _possible_values(
-    consumers: Sequence[Sequence[int]],
-) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield any two consumers of a stage: edges do not show which use one value."""
-    for producer, users in enumerate(consumers):
-        for pair in combinations(users, 2):
-            yield producer, pair
 
 
 @lru_cache(maxsize=1 << 17)
