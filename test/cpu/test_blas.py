@@ -13,12 +13,15 @@ from torch_xla_pp.cpu.blas import best_products, kernels_of
 pytestmark = pytest.mark.pure
 
 ALL = "fpu sse2 avx avx2 fma avx512f avx512bw avx512cd avx512dq avx512vl"
+AVX2 = "fpu sse2 avx avx2 fma"
 PROCESSORS = {
     ("AuthenticAMD", ALL): "openblas",
     ("HygonGenuine", ALL): "openblas",
     ("GenuineIntel", ALL): "torch",
-    ("AuthenticAMD", ALL.replace("avx512vl", "")): "torch",
-    ("AuthenticAMD", "fpu sse2 avx avx2 fma"): "torch",
+    ("AuthenticAMD", ALL.replace("avx512vl", "")): "openblas",
+    ("AuthenticAMD", AVX2): "openblas",
+    ("AuthenticAMD", "fpu sse2 avx"): "torch",
+    ("GenuineIntel", AVX2): "torch",
 }
 
 # Multiplies with the library that is loaded, and prints its kernels.
@@ -65,6 +68,9 @@ def test_kernels_that_the_user_has_chosen_are_used_if_they_are_the_fastest(
     path.write_text(f"vendor_id : AuthenticAMD\nflags : {ALL}\n")
     assert best_products(path, "Cooperlake") == "openblas"
     assert best_products(path, "Haswell") == "xla"
+    path.write_text(f"vendor_id : AuthenticAMD\nflags : {AVX2}\n")
+    assert best_products(path, "Haswell") == "openblas"
+    assert best_products(path, "Sandybridge") == "torch"
     path.write_text(f"vendor_id : GenuineIntel\nflags : {ALL}\n")
     assert best_products(path, "Haswell") == "torch"
 
@@ -76,7 +82,7 @@ def test_openblas_is_given_no_kernels_that_the_processor_cannot_run(
     for vendor in ("AuthenticAMD", "GenuineIntel"):
         path.write_text(f"vendor_id : {vendor}\nflags : {ALL}\n")
         assert kernels_of(path) == "SkylakeX"
-        path.write_text(f"vendor_id : {vendor}\nflags : fpu sse2 avx avx2 fma\n")
+        path.write_text(f"vendor_id : {vendor}\nflags : {AVX2}\n")
         assert kernels_of(path) is None
     assert kernels_of(tmp_path / "nothing") is None
 
