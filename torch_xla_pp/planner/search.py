@@ -5,7 +5,6 @@ For each, orders of works are cut into runs, and branches into stages of their o
 is found is evaluated with its true edges. The best cuts are then improved by moves.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -46,7 +45,6 @@ _FEW_STAGES = 8
 _NUM_STARTS = 6
 # A bound on the actions of all cuts that moves lead to, instead of a time limit.
 _MOVED = 400_000
-_STARTS_OF_SETTING = 6
 
 
 @dataclass(kw_only=True, eq=False)
@@ -91,13 +89,7 @@ class SearchResult:
         return taken
 
     def _keep_best_starts(self) -> None:
-        counts: Counter[Setting] = Counter()
-        kept = []
-        for start in sorted(self.starts, key=lambda e: e.sort_key):
-            counts[start.cut.setting] += 1
-            if counts[start.cut.setting] <= _STARTS_OF_SETTING:
-                kept.append(start)
-        self.starts = kept[:_NUM_STARTS]
+        self.starts = sorted(self.starts, key=lambda e: e.sort_key)[:_NUM_STARTS]
 
 
 def search(
