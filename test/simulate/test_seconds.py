@@ -61,6 +61,14 @@ def test_what_ranks_do_at_the_end_counts_for_each_rank() -> None:
     assert step_seconds(schedule, late) == max(ends[0] + 1, ends[1] + 7)
 
 
+def test_a_rank_may_have_nothing_to_do_and_a_stage_no_action() -> None:
+    (row,) = Schedule.from_csv("1F0,1B0\n").actions
+    schedule = Schedule(actions=(row, ()))
+    costs = Costs(seconds={(1, "F"): 2.0, (1, "B"): 3.0}, flows=())
+    assert step_seconds(schedule, costs) == 5
+    assert step_seconds(schedule, costs, limit_s=4.9) > 4.9
+
+
 def test_what_is_passed_from_i_to_w_counts_as_memory() -> None:
     schedule = zb1p(2, 4)
     costs = Costs.uniform(2, saved_bytes=10)

@@ -66,6 +66,9 @@ def listed_step(
                 link = routes.num_links + placement[giver]
                 found[giver].append(Delivery(taker, link))
                 is_timed &= placement[giver] == placement[taker]
+    latest_s: list[float] = []
+    if is_timed:
+        latest_s = latest_ends(1 + max(placement), costs, placement, limit_s)
     listed = listed_actions(
         placement,
         num_microbatches,
@@ -74,7 +77,7 @@ def listed_step(
         forward,
         backward,
         most_waiting=most_waiting,
-        latest_s=latest_ends(costs, placement, limit_s) if is_timed else (),
+        latest_s=latest_s,
     )
     if listed is None:
         return None

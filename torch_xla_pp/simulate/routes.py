@@ -87,7 +87,8 @@ class Routes:
         receives: defaultdict[Phase, list[int]] = defaultdict(list)
         sends: defaultdict[Phase, list[int]] = defaultdict(list)
         after: defaultdict[Phase, list[Phase]] = defaultdict(list)
-        for stage in range(len(placement)):
+        is_mapping = isinstance(placement, Mapping)
+        for stage in placement if is_mapping else range(len(placement)):
             after[stage, BACKWARD].append((stage, FORWARD))
             after[stage, WEIGHT].append((stage, BACKWARD))
         streams: list[Stream] = []

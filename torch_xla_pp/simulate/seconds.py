@@ -81,7 +81,7 @@ def step_seconds(
         order = StepOrder(schedule=order)
     network = network or Network()
     routes = routes or Routes.of(costs.flows, order.placement, network)
-    latest_s = latest_ends(costs, order.placement, limit_s)
+    latest_s = latest_ends(len(order.rows), costs, order.placement, limit_s)
     free_s = _ends(order, costs, routes, latest_s)
     if free_s is None:
         simulate(order.schedule, costs, network)
@@ -108,20 +108,23 @@ def with_final_s(
 
 
 def latest_ends(
-    costs: Costs, placement: Mapping[int, int] | Sequence[int], limit_s: float
+    num_ranks: int,
+    costs: Costs,
+    placement: Mapping[int, int] | Sequence[int],
+    limit_s: float,
 ) -> list[float]:
     """Return when each rank has to have run its last action.
 
     Args:
+        num_ranks: Number of ranks.
         costs: The costs of stages, with their `final_s`.
         placement: Rank of each stage.
         limit_s: What a step may take.
     """
-    ranks = [placement[stage] for stage in range(len(placement))]
     # What takes just as long is in time, whatever the order of sums.
-    found_s = [limit_s * (1 + 1e-9)] * (1 + max(ranks))
+    found_s = [limit_s * (1 + 1e-9)] * num_ranks
     for stage, seconds in costs.final_s.items():
-        found_s[ranks[stage]] -= seconds
+        found_s[placement[stage]] -= seconds
     return found_s
 
 
