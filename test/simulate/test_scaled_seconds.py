@@ -49,6 +49,15 @@ def test_works_of_a_stage_without_inputs_gradients_are_scaled_as_the_others() ->
         assert [found[work, kind] for kind in KINDS] == pytest.approx(expected)
 
 
+def test_times_next_to_nothing_do_not_scale_those_of_a_stage_without_inputs() -> None:
+    # W of the second stage takes next to nothing, and thrice as long in the stage.
+    apart = seconds_of([(3, 5, 3, 3), (3, 3.01, 3, 0.51)])
+    together = seconds_of([(3, 4.1, 0, 4.1), (3, 3.03, 3, 0.53)])
+    found = scaled_seconds(apart, together, (0, 1), START_S)
+    assert found[0, "W"] == pytest.approx(2.5 * 3.6 / 4.5)
+    assert found[1, "W"] == pytest.approx(0.03)
+
+
 def test_a_single_stage_scales_i_and_w_as_b() -> None:
     apart = seconds_of([(3, 5, 3, 3)] * 2)
     together = seconds_of([(4.5, 5.0, 0, 5.0)])

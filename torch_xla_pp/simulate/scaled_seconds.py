@@ -40,7 +40,8 @@ def scaled_seconds(
     """Return the times of works, without starts, that add up to those of stages.
 
     Where a stage has no I, its W is a whole backward: then I and W of its works are
-    scaled as those of all other stages together, or as B if there are none.
+    scaled as those of all other stages together, or as B if there are none, or these
+    take less than what is to be scaled: small times vary too much to scale large ones.
 
     Args:
         apart: The times of works that ran as a stage each.
@@ -51,16 +52,15 @@ def scaled_seconds(
     own = {key: max(0.0, seconds - action_s) for key, seconds in apart.items()}
     added: defaultdict[tuple[int, Kind], float] = defaultdict(float)
     for (work, kind), seconds in own.items():
-        stage = stages[work]
-        if kind in "FB" or together[stage, "I"] > action_s:
-            added[stage, kind] += seconds
+        added[stages[work], kind] += seconds
 
     def factor(stage: int, kind: Kind) -> float:
-        keys = [(stage, kind)]
-        if keys[0] not in added:
-            keys = [key for key in added if key[1] == kind]
-        if not keys:
-            return factor(stage, "B")
+        keys: list[tuple[int, Kind]] = [(stage, kind)]
+        if kind in "IW" and together[stage, "I"] <= action_s:
+            others = {*stages} - {stage}
+            keys = [(n, kind) for n in others if together[n, "I"] > action_s]
+            if sum(added[key] for key in keys) < added[stage, kind]:
+                keys = [(stage, "B")]
         taken_s = sum(max(0.0, together[key] - action_s) for key in keys)
         added_s = sum(added[key] for key in keys)
         return taken_s / added_s if added_s else 1.0
