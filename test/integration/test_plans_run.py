@@ -263,11 +263,15 @@ def counters() -> dict[str, int]:
 
 
 def check(what: str, got: Any, expected: Any) -> None:
-    """Compare up to rounding, also where gradients are nothing but that."""
+    """Compare up to rounding, also where gradients are nothing but that.
+
+    A norm takes a bias before it away, so that the gradient of that is the rounding of
+    values of about 1.
+    """
     pairs = zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True)
     for one, other in pairs:
         one, other = one.detach().cpu(), other.detach()
-        scale = other.abs().max().clamp_min(1e-1)
+        scale = other.abs().max().clamp_min(0.5)
         assert (one - other).abs().max() < 2e-5 * scale, what
 
 
