@@ -19,6 +19,8 @@ _SCREENED = 20_000
 _RULED = 80_000
 _MOVED = 40_000
 _MOST_STARTS = 4
+# Cuts that are tried with several rules as they are the best with builders.
+_SUREST = 5
 
 
 def stand_in(setting: Setting) -> Setting:
@@ -88,7 +90,7 @@ class ListedCandidates:
     def _surest(self) -> list[Cut]:
         """Return the cuts that are best with builders, two if they are long."""
         found = self._found
-        best = nsmallest(_MOST_STARTS, found, key=lambda cut: (found[cut], cut.stages))
+        best = nsmallest(_SUREST, found, key=lambda cut: (found[cut], cut.stages))
         long = [cut for cut in best if FEWEST_RULES * num_actions_of(cut) > _RULED]
         return best[:2] if long else best
 

@@ -42,7 +42,7 @@ _SLACK_OF_SMALL = 1.3
 # may be those with few microbatches.
 _SURE = 0.8
 _FEW_STAGES = 8
-_NUM_STARTS = 6
+_NUM_STARTS = 5
 # A bound on the actions of all cuts that moves lead to, instead of a time limit.
 _MOVED = 400_000
 
