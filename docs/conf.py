@@ -36,6 +36,7 @@ nitpick_ignore = [
     ("py:class", "torch_xla_pp.planner.report.ReportedPlan"),
     ("py:class", "torch_xla_pp.planner.strategies.Strategy"),
     ("py:class", "torch_xla_pp.runtime.stage_model.TracedModel"),
+    ("py:class", "torch_xla_pp.simulate.routes.Routes"),
     ("py:class", "torch_xla_pp.timeline.timeline.Timeline"),
     ("py:class", "torch_xla_pp.transport.process_group.XlaPpProcessGroup"),
     ("py:class", "torch_xla_pp.transport.rendezvous.Rendezvous"),
