@@ -26,6 +26,8 @@ from torch_xla_pp.torch_compat import order_of
 pytestmark = pytest.mark.worlds
 
 MICROBATCHES = 4
+# A norm takes this bias away: its gradient is but the rounding of larger values.
+ROUNDING = ("skips", "layers.1.bias")
 # Gradients of biases of keys, and of those before a norm of the batch, are zero but for
 # rounding, which AdamW must not make larger.
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "eps": 1e-3}
@@ -237,7 +239,8 @@ class Trained:
             check("outputs", output, whole)
             check("losses", losses, expected[number])
         for name, parameter in self._named():
-            check(name, parameter.grad, self.unsplit.get_parameter(name).grad)
+            least = 0.5 if (self.case.model, name) == ROUNDING else 0.1
+            check(name, parameter.grad, self.unsplit.get_parameter(name).grad, least)
         return compiled
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
@@ -262,16 +265,12 @@ def counters() -> dict[str, int]:
     return {name: metrics.counter_value(name) or 0 for name in COUNTERS}
 
 
-def check(what: str, got: Any, expected: Any) -> None:
-    """Compare up to rounding, also where gradients are nothing but that.
-
-    A norm takes a bias before it away, so that the gradient of that is the rounding of
-    values of about 1.
-    """
+def check(what: str, got: Any, expected: Any, least: float = 0.1) -> None:
+    """Compare up to rounding, that of values of at least some size."""
     pairs = zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True)
     for one, other in pairs:
         one, other = one.detach().cpu(), other.detach()
-        scale = other.abs().max().clamp_min(0.5)
+        scale = other.abs().max().clamp_min(least)
         assert (one - other).abs().max() < 2e-5 * scale, what
 
 

@@ -37,9 +37,10 @@ def steps_of(
 ) -> list[float]:
     found = []
     for rule in rules:
-        order = listed_order(rule, tuple(range(num_ranks)), count, costs, net)
-        if order is not None:
-            found.append(order[1])
+        listed = listed_order(rule, tuple(range(num_ranks)), count, costs, net)
+        if listed is not None:
+            _, step_s = listed
+            found.append(step_s)
     return found
 
 

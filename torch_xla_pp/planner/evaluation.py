@@ -664,7 +664,7 @@ def _last_computed(
         are_inside: Which uses are in the stage that makes the value.
     """
     values, users = table.uses[are_inside].T
-    makers, are_unread = np.array(table.producers)[values], table.are_unread[are_inside]
+    makers, are_unread = table.makers[values], table.are_unread[are_inside]
     found = again
     while True:
         left = again.copy()
@@ -688,7 +688,7 @@ def _operands_in_place(
         stages: The stage of each work.
         is_last: Of which works I does not compute the values.
     """
-    makers = np.array(table.producers)
+    makers = table.makers
     computed = np.zeros(table.num_works, dtype=bool)
     while True:
         own, readers = makers[keys[:, 0]], keys[:, 1]
@@ -709,7 +709,7 @@ def _gradient_bytes(works: WorkCosts, cut: Cut, are_makers: NDArray[np.bool_]) -
         return np.zeros(count)
     homes, entered = table.homes_and_users(cut.stages)
     values = table.uses[:, 0]
-    makers = np.array([*are_makers, False])[np.array(table.producers)[values]]
+    makers = np.array([*are_makers, False])[table.makers[values]]
     is_near = (entered != homes[values]) & (ranks[entered] == ranks[homes[values]])
     is_sent = makers & table.have_gradients[values] & is_near
     # Each stage that uses a value sends a gradient of it.

@@ -166,7 +166,7 @@ class _Cutter:
         self._divisions: dict[object, RunCuts] = kept(("cuts", own))
         self._tables: dict[object, RunTables] = kept(("runs", own))
         self._branches: dict[object, BranchTables] = kept(("branches", own))
-        self._branch_tables: dict[object, BranchCuts] = kept(("branch cuts", own))
+        self._cuts_of_branches: dict[object, BranchCuts] = kept(("branch cuts", own))
         self._grown: dict[object, list[Division]] = kept(("grown", own))
         self._runs: dict[object, OrderRuns] = kept("orders' runs")
         self._trees: dict[object, WorkTree] = kept("trees")
@@ -368,11 +368,11 @@ class _Cutter:
         Depths do not matter without a bound, so that the same serve for fewer ranks.
         """
         whole = key, bound
-        known = self._branch_tables.get(whole)
+        known = self._cuts_of_branches.get(whole)
         if known is None or known.most_ranks < most_ranks:
             lives, capacity = bound or ((1.0,), np.inf)
             known = BranchCuts(self._branches[key], most_ranks, lives, capacity)
-            self._branch_tables[whole] = known
+            self._cuts_of_branches[whole] = known
         return known
 
     def _grow(

@@ -24,8 +24,8 @@ from torch_xla_pp.work import Cost, Work, WorkGraph
 
 Array = NDArray[np.float64]
 
-# Bytes of the optimizer's state for each byte of parameters.
 _Pair = tuple[NDArray[np.int_], NDArray[np.int_]]
+# Bytes of the optimizer's state for each byte of parameters.
 OPTIMIZERS: Mapping[str, float] = {"sgd": 0.0, "momentum": 1.0, "adamw": 2.0}
 
 
@@ -114,7 +114,7 @@ class WorkTable:
         last, found = self._homes.get("last", ((), None))
         if found is None or last is not stages:
             stage_of = np.array([*stages, -1])
-            found = stage_of[self._makers], stage_of[self.uses[:, 1]]
+            found = stage_of[self.makers], stage_of[self.uses[:, 1]]
             if isinstance(stages, tuple):
                 # The same stages are asked for many times in turn.
                 self._homes["last"] = stages, found
@@ -196,7 +196,8 @@ class WorkTable:
         )
 
     @cached_property
-    def _makers(self) -> NDArray[np.int_]:
+    def makers(self) -> NDArray[np.int_]:
+        """The same as an array."""
         return np.array(self.producers, dtype=int)
 
     @cached_property
@@ -400,7 +401,7 @@ class WorkCosts:
     def running_bytes(self) -> Array:
         """A guess of the temporaries of each work while it runs."""
         table = self.table
-        producers = np.array(table.producers, dtype=int)
+        producers = table.makers
         made = (producers >= 0) & table.are_used
         found = self.saved["none"].copy()
         np.add.at(found, table.uses[:, 1], self.inner_bytes[table.uses[:, 0]])
@@ -579,7 +580,7 @@ class WorkCosts:
         table, is_split = self.table, self.is_split
         per_s, latency_s = device.link_bytes_per_s, device.link_latency_s
         seconds = 2 * _ring(self.value_bytes, model, per_s, latency_s)
-        producers = np.array(table.producers, dtype=int)
+        producers = table.makers
         is_made = (producers >= 0) & table.have_gradients
         made = np.flatnonzero(is_made & is_split[producers])
         np.add.at(outputs, producers[made], seconds[made])

@@ -1,6 +1,5 @@
 """The costs and mailboxes that actions of one kind share in a simulation."""
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 from torch_xla_pp.schedule import Kind
@@ -59,11 +58,8 @@ class Routine:
 
 def routines_of(costs: Costs, routes: Routes) -> dict[tuple[int, Kind], Routine]:
     """Return the routine of each stage and kind."""
-    links: defaultdict[tuple[int, int], LinkClock] = defaultdict(LinkClock)
-    mailboxes = [
-        Mailbox(stream, links[stream.sender_rank, stream.receiver_rank])
-        for stream in routes.streams
-    ]
+    links = [LinkClock() for _ in range(routes.num_links)]
+    mailboxes = [Mailbox(stream, links[stream.link]) for stream in routes.streams]
     routines = {}
     for (stage, kind), seconds in costs.seconds.items():
         phase = stage, PHASES[kind]
