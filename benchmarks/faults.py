@@ -26,7 +26,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import statistics
 import sys
 import tempfile
@@ -46,6 +45,7 @@ from torch.distributed.pipelining import Schedule1F1B
 from torch.nn import functional as F
 
 import torch_xla_pp as xpp
+from torch_xla_pp.local_job import free_port
 
 FAULTS = ("kill", "not reaped", "stop", "exit", "raise")
 MOMENTS = (
@@ -227,9 +227,7 @@ def _start(
     folder: Path, count: int, devices: int, run: Callable[[], None]
 ) -> list[Rank]:
     """Start the ranks of a job."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = []
     for rank in range(count):
         own = {

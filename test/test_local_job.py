@@ -1,11 +1,14 @@
 """A job on this machine has ranks with the variables that torchrun sets."""
 
 import os
+import socket
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from torch_xla_pp.local_job import run_locally
+from torch_xla_pp import local_job
+from torch_xla_pp.local_job import free_port, run_locally
 
 pytestmark = pytest.mark.pure
 
@@ -41,3 +44,19 @@ def test_exit_codes_are_told_and_who_is_late_is_ended() -> None:
         ["-c", f"{code}time.sleep(60)"], ranks=2, timeout_s=2.0, is_quiet=True
     )
     assert [rank.code for rank in found] == [3, None]
+
+
+def test_a_free_port_is_none_that_the_system_may_give_away() -> None:
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if not given.exists() or int(given.read_text().split()[0]) < 32768:
+        pytest.skip("this host gives other ports to connections than most")
+    assert all(free_port() < 32768 for _ in range(100))
+
+
+def test_a_port_on_which_a_process_listens_is_not_free() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", free := free_port()))
+        listener.listen()
+        other = free_port()
+        with mock.patch.object(local_job, "_PORTS", (free, other)):
+            assert {free_port() for _ in range(20)} == {other}

@@ -1,6 +1,8 @@
 """A job of a few ranks on this machine, started as torchrun would."""
 
+import errno
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -10,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import IO
+
+# Linux gives ports from 32768 on to connections, other systems from 49152 on.
+_PORTS = range(20000, 32768)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,11 +90,21 @@ def _own_environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port of this host on which no process listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """Return a port of this host on which no process listens.
+
+    It is none that the system gives to connections by itself, as one of those could
+    have it before a rank listens there.
+    """
+    while True:
+        port = random.SystemRandom().choice(_PORTS)
+        with socket.socket() as listener:
+            try:
+                listener.bind(("", port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
 
 
 def _wait(

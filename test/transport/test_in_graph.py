@@ -19,6 +19,7 @@ from torch import Tensor
 from torchrun import torchrun
 
 from torch_xla_pp import xla_compat
+from torch_xla_pp.local_job import free_port
 from torch_xla_pp.mesh import Tiling
 from torch_xla_pp.native import Engine
 from torch_xla_pp.testing import Outcome, Worlds
@@ -560,8 +561,9 @@ def test_without_the_library_the_host_is_used_and_said_once(
     assert text in str(failed.value)
 
 
-def two_groups_in_turn() -> None:
-    for number in range(2):
+def two_groups_in_turn(ports: tuple[int, int]) -> None:
+    for number, port in enumerate(ports):
+        os.environ["MASTER_PORT"] = str(port)
         group, transport, peer = join()
         transport.send(NAME, peer, values(number))
         (found, _) = transport.recv(NAME, peer, layouts())
@@ -572,8 +574,8 @@ def two_groups_in_turn() -> None:
         dist.barrier()
         if number == 0:
             dist.destroy_process_group()
-            os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
 
 
 def test_a_new_process_group_in_the_same_process_works(worlds: Worlds) -> None:
-    worlds.run(two_groups_in_turn, ranks=2, devices=2, keep_workers=True)
+    ports = free_port(), free_port()
+    worlds.run(two_groups_in_turn, ranks=2, devices=2, args=(ports,), keep_workers=True)

@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, cast
 
+from torch_xla_pp.local_job import free_port
 from torch_xla_pp.testing.worker import run_worker
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -226,7 +226,7 @@ class Worlds:
         counts = _counts(ranks, devices)
         workers = self._take(counts)
         try:
-            port = _free_port()
+            port = free_port()
             for rank, worker in enumerate(workers):
                 worker.begin(task | {"env": _torchrun_env(rank, ranks, port)})
             outcomes = _collect(workers, timeout_s)
@@ -421,9 +421,3 @@ def _torchrun_env(rank: int, ranks: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
