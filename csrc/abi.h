@@ -25,6 +25,8 @@ namespace xla_pp {
   X(kNormGrad, norm_grad)              \
   X(kNormFactorGrad, norm_factor_grad) \
   X(kCopy, copy)                       \
+  X(kAttention, attention)             \
+  X(kAttentionGrad, attention_grad)    \
   X(kPause, pause)
 
 // The words of a number of an operand.
@@ -145,6 +147,23 @@ namespace xla_pp {
   X(stride_2)              \
   X(stride_3)
 
+// How matrices of one width, one for each head of each place of the batch, lie in a
+// value: where the first number is, and how far apart they and their rows are.
+#define XPP_LAYOUT_FIELDS(X, of) X(of##_offset) X(of##_batch) X(of##_head) X(of##_row)
+
+// The attributes of attention. `scale` has the bits of a float.
+#define XPP_ATTENTION_FIELDS(X)                                                       \
+  X(batch)                                                                            \
+  X(heads) X(rows) X(keys) X(width) X(is_causal) X(scale) XPP_LAYOUT_FIELDS(X, query) \
+      XPP_LAYOUT_FIELDS(X, key) XPP_LAYOUT_FIELDS(X, value)
+
+// The attributes of its gradients: of which result each is a part, besides the layouts.
+#define XPP_ATTENTION_GRAD_FIELDS(X)                                               \
+  XPP_ATTENTION_FIELDS(X)                                                          \
+  XPP_LAYOUT_FIELDS(X, grad) X(query_grad_result) XPP_LAYOUT_FIELDS(X, query_grad) \
+      X(key_grad_result) XPP_LAYOUT_FIELDS(X, key_grad) X(value_grad_result)       \
+          XPP_LAYOUT_FIELDS(X, value_grad)
+
 #define XPP_NUMBER(number, name) number,
 #define XPP_NAME(number, name) " " #name
 #define XPP_LETTER(letter) #letter
@@ -169,6 +188,12 @@ struct RouteFields {
 };
 struct RowFields {
   XPP_ROW_FIELDS(XPP_FIELD)
+};
+struct AttentionFields {
+  XPP_ATTENTION_FIELDS(XPP_FIELD)
+};
+struct AttentionGradFields {
+  XPP_ATTENTION_GRAD_FIELDS(XPP_FIELD)
 };
 struct InboxStats {
   XPP_STATS_FIELDS(XPP_FIELD)
@@ -197,6 +222,8 @@ constexpr char kAbi[] =
     "norm" XPP_NORM_FIELDS(XPP_FIELD_NAME) "\n"
     "norm_grad" XPP_NORM_GRAD_FIELDS(XPP_FIELD_NAME) "\n"
     "norm_factor_grad" XPP_NORM_FACTOR_GRAD_FIELDS(XPP_FIELD_NAME) "\n"
-    "copy" XPP_COPY_FIELDS(XPP_FIELD_NAME) "\n";
+    "copy" XPP_COPY_FIELDS(XPP_FIELD_NAME) "\n"
+    "attention" XPP_ATTENTION_FIELDS(XPP_FIELD_NAME) "\n"
+    "attention_grad" XPP_ATTENTION_GRAD_FIELDS(XPP_FIELD_NAME) "\n";
 
 }  // namespace xla_pp

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "attention.h"
 #include "engine.h"
 #include "engines.h"
 #include "pages.h"
@@ -322,6 +323,8 @@ XLA_FFI_Handler* const kHandlers[] = {kSend,
                                       NormGradHandler(),
                                       NormFactorGradHandler(),
                                       CopyHandler(),
+                                      AttentionHandler(),
+                                      AttentionGradHandler(),
                                       PauseHandler()};
 
 }  // namespace

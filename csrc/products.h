@@ -20,6 +20,28 @@ struct Blas {
 // Sets the functions; called before the first product.
 void UseBlas(Blas blas);
 
+// A factor of a product, whose rows are `step` numbers apart; or its columns, if it is
+// stored turned.
+struct Factor {
+  const float* data;
+  int64_t step;
+  bool is_turned;
+};
+
+// Computes result = scale * left · right + kept * result on this thread, of
+// (rows, depth) · (depth, columns). The rows of the result are `step` numbers apart.
+struct Product {
+  Factor left;
+  Factor right;
+  int64_t rows;
+  int64_t depth;
+  int64_t columns;
+  float scale = 1;
+  float kept = 0;
+};
+
+void Multiply(const Product& product, float* result, int64_t step);
+
 XLA_FFI_Handler* ProductHandler();
 
 }  // namespace xla_pp

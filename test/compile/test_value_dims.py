@@ -86,10 +86,9 @@ def test_heads_are_followed_through_attention(max_stages: int) -> None:
         ("F", tokens_of(WIDTH)),
         ("I", tokens_of(WIDTH)),
     ]
-    # Queries, keys, values, the softmax's result; what leaves attention may be a value
-    # between works.
-    scores = Amount(bytes_per_row=4.0 * HEADS * LENGTH * LENGTH)
-    inside = tokens_of(3 * WIDTH) + scores
+    # Queries, keys, values, two numbers of each row of scores; what leaves attention may
+    # be a value between works.
+    inside = tokens_of(3 * WIDTH) + tokens_of(2 * HEADS)
     between = [v.size for v in work.values if heads in v.dims and v.kept_by]
     kept = sum(between, kept_with(work.works, heads))
     assert kept == inside + tokens_of(WIDTH)

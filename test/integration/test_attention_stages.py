@@ -29,8 +29,12 @@ def standing_in(calls: list[tuple[int, ...]]) -> Iterator[None]:
         shards: list[torch.Tensor], is_causal: bool, scale: float, is_forward: bool
     ) -> tuple[torch.Tensor, ...]:
         calls.append(tuple(shards[0].shape))
-        function = plain_attention if is_forward else plain_attention_backward
-        return function(*shards, is_causal, scale)  # type: ignore[operator]
+        options = is_causal, scale
+        if is_forward:
+            result, *others = plain_attention(*shards, *options)  # type: ignore[call-arg, arg-type]
+            return result.transpose(1, 2), *others
+        shards[0], shards[4] = (shards[i].transpose(1, 2) for i in (0, 4))
+        return plain_attention_backward(*shards, *options)  # type: ignore[call-arg, arg-type]
 
     home = "torch_xla_pp.compile"
     with ExitStack() as stack:

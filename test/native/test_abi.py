@@ -32,6 +32,8 @@ _LISTS = {
     "XPP_NORM_GRAD_FIELDS": "norm_grad",
     "XPP_NORM_FACTOR_GRAD_FIELDS": "norm_factor_grad",
     "XPP_COPY_FIELDS": "copy",
+    "XPP_ATTENTION_FIELDS": "attention",
+    "XPP_ATTENTION_GRAD_FIELDS": "attention_grad",
 }
 
 
@@ -39,10 +41,16 @@ def lists_in_csrc() -> dict[str, tuple[str, ...]]:
     """Read the lists of abi.h: of each entry, the name that it has in Python."""
     source = (ROOT / "csrc" / "abi.h").read_text()
     source = re.sub(r"/\*.*?\*/", "", source, flags=re.DOTALL)
-    lists = re.findall(r"#define (\w+)\(X\)((?:.*\\\n)*.*)", source)
+    layout = r"X(\1_offset) X(\1_batch) X(\1_head) X(\1_row)"
+    source = re.sub(r"XPP_LAYOUT_FIELDS\(X, (?!of\b)(\w+)\)", layout, source)
+    lists = dict(re.findall(r"#define (\w+)\(X\)((?:.*\\\n)*.*)", source))
+    for name, entries in lists.items():
+        # A list may begin with another one.
+        inner = r"\b(XPP_\w+)\(X\)"
+        lists[name] = re.sub(inner, lambda found: lists[found[1]], entries)
     return {
         _LISTS[name]: tuple(re.findall(r"X\((?:\w+, )?(\w+)\)", entries))
-        for name, entries in lists
+        for name, entries in lists.items()
     }
 
 

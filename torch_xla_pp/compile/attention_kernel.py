@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_xla_pp import env, xla_compat
+from torch_xla_pp import cpu, env, xla_compat
 from torch_xla_pp.graph import (
     ATTENTION,
     ATTENTION_BACKWARD,
     attention_axes,
-    plain_attention,
-    plain_attention_backward,
 )
 from torch_xla_pp.mesh import LogicalAxes, Partition
 
@@ -54,6 +52,8 @@ class AttentionKernel:
         given: Any = node.args
         *tensors, is_causal, scale, names = given
         operands = [values[tensor] for tensor in tensors]
+        if node.target is ATTENTION_BACKWARD:
+            operands[0], operands[4] = (operands[i].transpose(1, 2) for i in (0, 4))
         split = self.partition(attention_axes(names))
         query, key = operands[:2] if len(operands) == 3 else operands[1:3]
         is_taken = query.dtype in _DTYPES and takes_shapes(query.shape, key.shape)
@@ -69,7 +69,9 @@ class AttentionKernel:
         is_forward = node.target is ATTENTION
         found = xla_compat.flash_attention(shards, is_causal, scale, is_forward)
         looks = node.meta["val"]
-        return tuple(
+        if is_forward:
+            looks = [looks[0].transpose(1, 2), *looks[1:]]
+        results = [
             xla_compat.from_shards(
                 xla_compat.manual(part),
                 rows if look.dim() == 3 else whole,
@@ -77,7 +79,10 @@ class AttentionKernel:
                 look.dtype,
             )
             for part, look in zip(found, looks, strict=True)
-        )
+        ]
+        if is_forward:
+            results[0] = results[0].transpose(1, 2)
+        return tuple(results)
 
 
 def takes_shapes(query: tuple[int, ...], key: tuple[int, ...]) -> bool:
@@ -117,11 +122,15 @@ def calls_kernel() -> bool:
     return env.device_kind() == "TPU" and has_kernel_compiler()
 
 
-def plain_unless_kernel(*args: Any) -> Any:
-    """Compute `attention` by plain operations, unless devices have a kernel."""
-    return NotImplemented if calls_kernel() else plain_attention(*args)
+def has_kernel(*args: Any) -> bool:
+    """Return whether a kernel of the devices computes this attention, or gradient.
 
-
-def plain_backward_unless_kernel(*args: Any) -> Any:
-    """Compute its gradient likewise."""
-    return NotImplemented if calls_kernel() else plain_attention_backward(*args)
+    Args:
+        args: Those of the operation.
+    """
+    *tensors, _, _, names = args
+    if calls_kernel():
+        # It must know how dimensions are split.
+        return bool(names)
+    is_own = env.device_kind() == "CPU" and cpu.has_attention()
+    return is_own and all(map(cpu.fits_own_ops, tensors))

@@ -24,11 +24,13 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile.attention_kernel import (
-    plain_backward_unless_kernel,
-    plain_unless_kernel,
+from torch_xla_pp.compile.attention_kernel import has_kernel
+from torch_xla_pp.graph import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    plain_attention,
+    plain_attention_backward,
 )
-from torch_xla_pp.graph import ATTENTION, ATTENTION_BACKWARD
 
 _aten = torch.ops.aten
 _logger = logging.getLogger(__name__)
@@ -407,10 +409,10 @@ DECOMPOSITIONS: Mapping[Any, Decomposition] = {
     ),
     **_of_torch("torch_xla makes constants on the host", [_aten.unsafe_split.Tensor]),
     **_own(
-        "only TPUs have a kernel",
+        "not all devices have a kernel",
         {
-            ATTENTION: plain_unless_kernel,
-            ATTENTION_BACKWARD: plain_backward_unless_kernel,
+            ATTENTION: plain_attention,
+            ATTENTION_BACKWARD: plain_attention_backward,
         },
     ),
 }
@@ -444,9 +446,17 @@ IN_AUTOGRAD: Mapping[Any, Decomposition] = {
 """Operation → its replacement before gradients are taken."""
 
 
-def functions_in_graph() -> dict[Any, Callable[..., Any]]:
-    """Return operation of the joint graph → function; those used are logged."""
-    return {op: _logged(op, entry) for op, entry in DECOMPOSITIONS.items()}
+def functions_in_graph(has_kernels: bool) -> dict[Any, Callable[..., Any]]:
+    """Return operation of the joint graph → function; those used are logged.
+
+    Args:
+        has_kernels: Whether to leave what the devices' kernels compute.
+    """
+    found = {op: _logged(op, entry) for op, entry in DECOMPOSITIONS.items()}
+    if has_kernels:
+        for op in (ATTENTION, ATTENTION_BACKWARD):
+            found[op] = _unless_kernel(found[op])
+    return found
 
 
 def functions_in_autograd() -> dict[Any, Callable[..., Any]]:
@@ -466,6 +476,13 @@ def _in_autograd() -> dict[Any, Decomposition]:
         for op in xla_compat.composites_without_gradient()
     }
     return {**composites, **IN_AUTOGRAD}
+
+
+def _unless_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    def unless_kernel(*args: Any) -> Any:
+        return NotImplemented if has_kernel(*args) else function(*args)
+
+    return unless_kernel
 
 
 def _logged(op: Any, entry: Decomposition) -> Callable[..., Any]:

@@ -45,6 +45,7 @@ from torch_xla_pp.compile.decompositions import (
     functions_in_autograd,
     functions_in_graph,
 )
+from torch_xla_pp.compile.dot_product_attention import scaled_dot_product_attention
 from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.layer_norm import layer_norm
 from torch_xla_pp.compile.lines import place_of, running_line
@@ -70,6 +71,8 @@ _WRAPPED = "module."
 _LINE = "stack_trace"
 
 _IN_PLACE_OF: Mapping[Any, Callable[..., Any]] = {
+    functional.scaled_dot_product_attention: scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
     functional.layer_norm: layer_norm,
     torch.layer_norm: layer_norm,
     torch.ops.aten.layer_norm.default: layer_norm,
@@ -235,6 +238,8 @@ def export_joint(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     tensors: Sequence[Tensor] = (),
+    *,
+    has_kernels: bool = False,
 ) -> JointGraph:
     """Trace `module` and its backward into one joint graph.
 
@@ -244,6 +249,7 @@ def export_joint(
             count. Other values are built into the graph.
         kwargs: Example keyword arguments, likewise.
         tensors: The tensors that get the first roles, in order; others as they appear.
+        has_kernels: Whether operations stay that the devices' kernels compute.
 
     Raises:
         TypeError: The module returns what stages cannot exchange.
@@ -252,12 +258,12 @@ def export_joint(
     """
     arguments, inputs = Template.of((tuple(args), dict(kwargs)), tensors)
     wrapped = _TensorsOnly(module, arguments, frozenset(), ())
-    joint = _export(wrapped, inputs)
+    joint = _export(wrapped, inputs, has_kernels)
     aliased, captured = _aliased_outputs(joint), wrapped.found
     _check_captured(captured)
     if aliased or captured:
         wrapped = _TensorsOnly(module, arguments, aliased, captured)
-        joint = _export(wrapped, [*inputs, *captured])
+        joint = _export(wrapped, [*inputs, *captured], has_kernels)
     if wrapped.output_template is None:
         raise PipelineError("export: the stage's forward did not run.")
     read = _read(joint, wrapped.output_template, _first_names(module))
@@ -289,7 +295,7 @@ def _name_captured(
     joint.roles = {n: renamed.get(role, role) for n, role in joint.roles.items()}
 
 
-def _export(module: nn.Module, args: list[Tensor]) -> Any:
+def _export(module: nn.Module, args: list[Tensor], has_kernels: bool) -> Any:
     # The first trace finds the tensors that the module reads from elsewhere.
     held = [*args, *module.parameters(), *module.buffers()]
     fake = detect_fake_mode(held) or FakeTensorMode(allow_non_fake_inputs=True)
@@ -308,8 +314,9 @@ def _export(module: nn.Module, args: list[Tensor]) -> Any:
     ):
         warnings.simplefilter("ignore")
         try:
+            functions = functions_in_graph(has_kernels)
             return aot_export_joint_with_descriptors(
-                stack, module, tuple(args), decompositions=functions_in_graph()
+                stack, module, tuple(args), decompositions=functions
             )
         except Exception as error:
             _note_operation(error)

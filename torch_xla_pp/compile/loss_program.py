@@ -129,7 +129,7 @@ class LossProgram:
         rules: Sequence[LoweringRule] = (),
     ) -> None:
         module = _LossModule(function, output)
-        joint = export_joint(module, inputs, {})
+        joint = export_joint(module, inputs, {}, has_kernels=True)
         if any(value.requires_grad for value in inputs):
             _check(joint)
         state: dict[str, Tensor] = {

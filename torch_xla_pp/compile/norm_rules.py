@@ -25,8 +25,8 @@ def run_norms(
     node: fx.Node, values: Mapping[fx.Node, Any], notes: dict[fx.Node, Any], /
 ) -> Tensor | None:
     """Run layer norms of float32 values and their gradients."""
-    if node in notes:
-        noted: Tensor = notes[node]
+    noted = notes.get(node)
+    if isinstance(noted, Tensor):
         return noted
     if node.target is _MEAN:
         return _norm(node, values, notes)

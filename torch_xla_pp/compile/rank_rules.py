@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from torch_xla_pp import cpu, env
+from torch_xla_pp.compile.attention_calls import run_attention
 from torch_xla_pp.compile.attention_kernel import AttentionKernel, calls_kernel
 from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.norm_rules import run_norms
@@ -51,7 +52,8 @@ def library_rules() -> tuple[LoweringRule, ...]:
     multiply = _library_product()
     products = () if multiply is None else (LibraryProducts(multiply=multiply),)
     own = (run_norms, run_on_rows, copy_views) if cpu.has_own_ops() else ()
-    return (*own, *products)
+    attention = (run_attention,) if cpu.has_attention() else ()
+    return (*attention, *own, *products)
 
 
 def _sharded_products(world: World) -> ShardedProducts | None:

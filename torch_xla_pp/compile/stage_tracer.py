@@ -101,7 +101,9 @@ class StageTracer:
             self._in_shapes(call.shapes),
             sharding_outputs(self._module, self._activations),
         ):
-            return export_joint(self._module, call.args, call.kwargs, call.tensors)
+            return export_joint(
+                self._module, call.args, call.kwargs, call.tensors, has_kernels=True
+            )
 
 
 def example_like(

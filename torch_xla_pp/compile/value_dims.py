@@ -48,6 +48,7 @@ class DimFactor(NamedTuple):
 Dims = tuple[tuple[DimFactor, ...], ...]
 
 _SUMS = {_aten.mean.dim, _aten.sum.dim_IntList}
+_REDUCTIONS = {*_SUMS, _aten.amax.default, _aten.amin.default}
 _PRODUCTS = {_aten.addmm.default: 1, _aten.bmm.default: 0, _aten.mm.default: 0}
 
 
@@ -130,7 +131,7 @@ class ValueDims:
         form = VIEWS.get(target)  # type: ignore[call-overload]
         if form is not None:
             return self._of_view(node, form, self.of(read[0]))
-        if target in _SUMS:
+        if target in _REDUCTIONS:
             return _without(self.of(read[0]), _summed_dims(node), shape)
         if target is _aten.cat.default:
             return _resized(_first_known([self.of(x) for x in read], len(shape)), shape)

@@ -1,11 +1,13 @@
-"""The rule by which copies of views are calls of `csrc/`, see `lowering`.
+"""Where values lie in others, and the rule by which copies of views are calls of ours.
 
-For ranks of one CPU device. Attention copies its heads before it multiplies them.
+For ranks of one CPU device, see `lowering`. Attention copies its heads before they are
+multiplied with a matrix.
 """
 
 import operator
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -18,36 +20,130 @@ _aten = torch.ops.aten
 _LEAST_SHARE = 0.25
 
 
+class Stored(NamedTuple):
+    """How a value lies in another one, which is in the order of rows.
+
+    A rule may note it for an operation, so that what follows reads the other value.
+
+    Attributes:
+        value: The other value, float32.
+        view: A tensor without data that has the shape, the strides and the offset.
+        steps: What makes the value of the other one.
+        is_noted: Whether a rule has put it there.
+    """
+
+    value: Tensor
+    view: Tensor
+    steps: tuple[Callable[[Any], Any], ...] = ()
+    is_noted: bool = False
+
+    @classmethod
+    def whole(cls, value: Tensor) -> "Stored":
+        """Return how a value lies in itself."""
+        return cls(value, torch.empty(value.shape, device="meta"))
+
+    def then(self, step: Callable[[Any], Any]) -> "Stored | None":
+        """Return how what a step shows of it lies; None if that is no view.
+
+        It is none e.g. where dimensions are joined that are not one in the other.
+        """
+        try:
+            view = step(self.view)
+        except RuntimeError:
+            return None
+        return self._replace(view=view, steps=(*self.steps, step))
+
+    @property
+    def is_all(self) -> bool:
+        """Whether it is the other one, but for its shape."""
+        is_as_long = self.view.numel() == self.value.numel()
+        return is_as_long and self.view.is_contiguous()
+
+    @property
+    def shown(self) -> Tensor:
+        """The value, made of the other one."""
+        result: Tensor = reduce(lambda value, step: step(value), self.steps, self.value)
+        return result
+
+
+def stored(
+    node: fx.Node, values: Mapping[fx.Node, Any], notes: Mapping[fx.Node, Any]
+) -> Stored | None:
+    """Return how a value lies in the one that it is a view of; None if in none.
+
+    Args:
+        node: What makes it.
+        values: What has run so far.
+        notes: What rules have noted.
+    """
+    return _lies(node, values, notes, with_factors=False)[0]
+
+
 def copy_views(
-    node: fx.Node, values: Mapping[fx.Node, Any], _: object, /
+    node: fx.Node, values: Mapping[fx.Node, Any], notes: dict[fx.Node, Any], /
 ) -> Tensor | None:
     """Copy a float32 value whose dimensions are in another order than its own."""
     is_copy = node.target is _aten.clone.default
     if not is_copy or node.kwargs != {"memory_format": torch.contiguous_format}:
         return None
-    steps, factor = [node.all_input_nodes[0]], 1.0
-    while (source := _source(steps[-1])) is not None:
-        factor *= _factor(steps[-1]) or 1.0
-        steps.append(source)
-    base = values[steps.pop()]
-    if not fits_own_ops(base):
-        return None
-    view = _view(base, steps[::-1])
-    if view is None or view.is_contiguous():
-        return None
-    if view.numel() < _LEAST_SHARE * base.numel():
-        return None
-    return copied_view(base, view, factor)
-
-
-def _source(node: fx.Node) -> fx.Node | None:
-    """Return what a node is a view or a multiple of, None if it is neither."""
-    is_piece = node.target is operator.getitem
-    is_known = is_piece or node.target in VIEWS or _factor(node) is not None
-    if not is_known or len(node.all_input_nodes) != 1:
-        return None
     source = node.all_input_nodes[0]
-    return source if not is_piece or source.target in VIEWS else None
+    found, factor = _lies(source, values, notes, with_factors=True)
+    if found is None:
+        return None
+    value, view = found.value, found.view
+    if view.is_contiguous():
+        # Such a value XLA copies by itself, unless it was noted to lie in another.
+        is_other = found.is_noted and found.is_all and factor == 1.0
+        return value.reshape(view.shape) if is_other else None
+    if view.numel() < _LEAST_SHARE * value.numel():
+        return None
+    return copied_view(value, view, factor)
+
+
+def _lies(
+    node: fx.Node,
+    values: Mapping[fx.Node, Any],
+    notes: Mapping[fx.Node, Any],
+    *,
+    with_factors: bool,
+) -> tuple[Stored | None, float]:
+    """Return how a value lies in another one, but for a factor."""
+    views, factor = [], 1.0
+    while not isinstance(notes.get(node), Stored):
+        own = _factor(node) if with_factors else None
+        if own is None and not _is_view(node):
+            break
+        if own is None:
+            views.append(node)
+        factor *= 1.0 if own is None else own
+        (node,) = node.all_input_nodes
+    noted = notes.get(node)
+    found = noted if isinstance(noted, Stored) else None
+    if found is None and fits_own_ops(values[node]):
+        found = Stored.whole(values[node])
+    for view in reversed(views):
+        found = found and found.then(_step(view))
+    return found, factor
+
+
+def _step(node: fx.Node) -> Callable[[Any], Any]:
+    """Return what a view does with a value, or with the pieces of one."""
+    target: Any = node.target
+    args: Any = node.args
+    if target is _aten.clone.default:
+        return lambda value: value
+    return lambda value: target(value, *args[1:], **node.kwargs)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Return whether a node shows one value in another form, or is a piece of it.
+
+    A copy does, too: all values have the same order in programs.
+    """
+    is_piece = node.target is operator.getitem
+    made = node.all_input_nodes[0] if is_piece else node
+    is_known = made.target in VIEWS or made.target is _aten.clone.default
+    return is_known and len(made.all_input_nodes) == 1
 
 
 def _factor(node: fx.Node) -> float | None:
@@ -55,21 +151,3 @@ def _factor(node: fx.Node) -> float | None:
     is_product = node.target in (_aten.mul.Scalar, _aten.mul.Tensor)
     factor = node.args[1] if is_product else None
     return float(factor) if isinstance(factor, int | float) and factor else None
-
-
-def _view(base: Tensor, steps: list[fx.Node]) -> Tensor | None:
-    """Return a view without data of a value in the order of rows.
-
-    None if it is none, as where dimensions are joined that are not one in the other.
-    """
-    found: Any = torch.empty(base.shape, device="meta")
-    for step in steps:
-        if _factor(step) is not None:
-            continue
-        target: Any = step.target
-        args: Any = step.args
-        try:
-            found = target(found, *args[1:], **step.kwargs)
-        except RuntimeError:
-            return None
-    return found if isinstance(found, Tensor) else None

@@ -5,8 +5,8 @@ For speed, and so that programs never deadlock:
 * XLA's client gets enough threads, and no XNNPACK (`before_client`)
 * malloc keeps what is freed (`heap`), and XLA uses large blocks again (`blocks`)
 * programs multiply matrices with a library (`products`, `blas`)
-* programs for one device call `csrc/` for sums, softmax and layer norm (`rows`), and
-  for copies of views (`views`)
+* programs for one device call `csrc/` for sums, softmax and layer norm (`rows`), for
+  copies of views (`views`), and for attention (`heads`)
 * programs for one device save values in the memory of earlier ones (`client`)
 
 None of it is done on other kinds of devices, and no variable or flag is set there.
@@ -14,6 +14,8 @@ None of it is done on other kinds of devices, and no variable or flag is set the
 
 # First: importing the others may load torch_xla, and that calls this one.
 from torch_xla_pp.cpu.before_client import prepare_client
+
+# isort: split
 from torch_xla_pp.cpu.client import (
     begin_step,
     copying_large_values,
@@ -22,6 +24,13 @@ from torch_xla_pp.cpu.client import (
     starting,
 )
 from torch_xla_pp.cpu.handlers import call_handler, fits_own_ops, has_own_ops
+from torch_xla_pp.cpu.heads import (
+    Strided,
+    attend,
+    attend_grad,
+    has_attention,
+    is_read_in_place,
+)
 from torch_xla_pp.cpu.products import (
     PartProduct,
     Product,
@@ -43,12 +52,17 @@ __all__ = [
     "PartProduct",
     "Product",
     "ProductSides",
+    "Strided",
+    "attend",
+    "attend_grad",
     "begin_step",
     "call_handler",
     "copied_view",
     "copying_large_values",
     "fits_own_ops",
+    "has_attention",
     "has_own_ops",
+    "is_read_in_place",
     "is_recycling",
     "library_product",
     "library_product_of_parts",

@@ -3,7 +3,8 @@
 In a traced model it stays one operation, with one for its gradients. Stages for TPUs
 call a kernel for both, see `compile.attention_kernel`; all other stages compute the
 plain operations below, which define it. As in flash attention, two numbers of each row
-are kept for the backward, and no probabilities.
+are kept for the backward, and no probabilities. The operation's result has the heads
+behind the length: so a layer reads it, and so it is kept, without a copy.
 
 Source: Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with
 IO-Awareness", NeurIPS 2022.
@@ -47,14 +48,16 @@ def plain_attention(
     """Compute attention.
 
     Returns:
-        The result, and for each row of scores the sum of exponentials and the maximum.
+        The result, `(batch, length, heads, head_dim)`, and for each row of scores the
+        sum of exponentials and the maximum.
     """
     scores = _scores(query, key, is_causal, scale)
     maxima = scores.amax(-1)
     weights = torch.exp(scores - maxima.unsqueeze(-1))
     sums = weights.sum(-1)
     shares = (weights / sums.unsqueeze(-1)).to(value.dtype)
-    return torch.matmul(shares, value), sums, maxima
+    result = torch.matmul(shares, value).transpose(-3, -2).contiguous()
+    return result, sums, maxima
 
 
 def plain_attention_backward(
@@ -69,7 +72,21 @@ def plain_attention_backward(
     scale: float,
     axes: Sequence[str] = (),
 ) -> Three:
-    """Compute the gradients of queries, keys and values."""
+    """Compute the gradients of queries, keys and values.
+
+    Args:
+        grad: That of the result, laid out as the result is.
+        query: As in `plain_attention`, as is all that follows.
+        key: The keys.
+        value: The values.
+        output: The result.
+        sums: Of exponentials, for each row of scores.
+        maxima: Of the scores, likewise.
+        is_causal: Whether a query sees only the keys up to its own place.
+        scale: Factor of the scores.
+        axes: The logical axes of the queries' dimensions.
+    """
+    grad, output = grad.transpose(-3, -2), output.transpose(-3, -2)
     scores = _scores(query, key, is_causal, scale)
     exact = scores.dtype
     shares = torch.exp(scores - maxima.unsqueeze(-1)) / sums.unsqueeze(-1)
@@ -101,7 +118,9 @@ def _fake(
 ) -> Three:
     exact = torch.promote_types(query.dtype, torch.float32)
     row = query.new_empty(query.shape[:-1], dtype=exact)
-    return query.new_empty(query.shape), row, torch.empty_like(row)
+    batch, heads, length, width = query.shape
+    result = query.new_empty(batch, length, heads, width)
+    return result, row, torch.empty_like(row)
 
 
 def _fake_backward(
@@ -124,6 +143,24 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Three) -> None:
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     given = (grad, *ctx.saved_tensors, ctx.is_causal, ctx.scale, ctx.axes)
     return (*ATTENTION_BACKWARD(*given), None, None, None)
+
+
+def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: Three) -> None:
+    grad, query, key, value, _, _, _, *ctx.options = inputs
+    ctx.save_for_backward(grad, query, key, value)
+    ctx.num_others = len(inputs) - 4
+
+
+def _backward_of_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    """Differentiate the gradients, as functions of what they are gradients of."""
+
+    def gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Three:
+        given = query, key, value
+        kept = plain_attention(*given, *ctx.options)
+        return plain_attention_backward(grad, *given, *kept, *ctx.options)
+
+    _, pull = torch.func.vjp(gradients, *ctx.saved_tensors)
+    return (*pull(grads), *[None] * ctx.num_others)
 
 
 def _batched(
@@ -157,6 +194,9 @@ torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", plain_attention_backw
 torch.library.register_fake(_NAME, _fake)
 torch.library.register_fake(_BACKWARD, _fake_backward)
 torch.library.register_autograd(_NAME, _backward, setup_context=_keep)
+torch.library.register_autograd(
+    _BACKWARD, _backward_of_gradient, setup_context=_keep_gradient
+)
 
 
 def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
@@ -211,7 +251,7 @@ def attention(
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     names = [name or "" for name in axes]
     result: Tensor = ATTENTION(query, key, value, is_causal, float(factor), names)[0]
-    return result
+    return result.transpose(1, 2)
 
 
 def attention_axes(names: Any) -> tuple[str | None, ...]:

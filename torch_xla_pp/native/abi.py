@@ -24,6 +24,8 @@ Op = Literal[
     "norm_grad",
     "norm_factor_grad",
     "copy",
+    "attention",
+    "attention_grad",
     "pause",
 ]
 Direction = Literal["F", "B", "S"]
@@ -105,6 +107,25 @@ COPY_FIELDS = (
     "stride_3",
 )
 
+
+def _layout(of: str) -> tuple[str, ...]:
+    return tuple(f"{of}_{name}" for name in ("offset", "batch", "head", "row"))
+
+
+ATTENTION_FIELDS = (
+    *("batch", "heads", "rows", "keys", "width", "is_causal", "scale"),
+    *(name for of in ("query", "key", "value") for name in _layout(of)),
+)
+ATTENTION_GRAD_FIELDS = (
+    *ATTENTION_FIELDS,
+    *_layout("grad"),
+    *(
+        name
+        for of in ("query_grad", "key_grad", "value_grad")
+        for name in (f"{of}_result", *_layout(of))
+    ),
+)
+
 ABI = {
     "ops": OPS,
     "words": WORDS,
@@ -125,6 +146,8 @@ ABI = {
     "norm_grad": NORM_GRAD_FIELDS,
     "norm_factor_grad": NORM_FACTOR_GRAD_FIELDS,
     "copy": COPY_FIELDS,
+    "attention": ATTENTION_FIELDS,
+    "attention_grad": ATTENTION_GRAD_FIELDS,
 }
 
 

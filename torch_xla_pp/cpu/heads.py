@@ -1,0 +1,119 @@
+"""Attention and its gradients, in programs for one CPU device.
+
+XLA computes it by products of whole matrices and loops over all scores between them.
+The calls of `csrc/` have the scores of some rows and keys at a time, which stay in the
+processor's caches, and leave out those that causality hides. They multiply by the same
+library as products do, and read queries, keys and values where they lie.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from torch_xla_pp.cpu.handlers import bits_of, call_handler, has_own_ops
+from torch_xla_pp.cpu.products import library_product
+
+
+class Strided(NamedTuple):
+    """A value that lies in another one.
+
+    Attributes:
+        value: The other one, float32.
+        view: A tensor without data that has the shape, the strides and the offset.
+    """
+
+    value: Tensor
+    view: Tensor
+
+
+def has_attention() -> bool:
+    """Return whether programs call these ops: on one CPU device that has a library."""
+    return has_own_ops() and library_product() is not None
+
+
+def is_read_in_place(view: Tensor) -> bool:
+    """Return whether the ops can read a view's matrices, the last two dimensions."""
+    rows, width = view.shape[-2:]
+    down, along = view.stride()[-2:]
+    return (along == 1 or width == 1) and (down >= width or rows == 1)
+
+
+def attend(
+    query: Strided, key: Strided, value: Strided, is_causal: bool, scale: float
+) -> list[Tensor]:
+    """Compute attention, as `graph.plain_attention` does.
+
+    Args:
+        query: `(batch, heads, length, head_dim)`, read in place.
+        key: Likewise, the keys.
+        value: Likewise, the values.
+        is_causal: Whether a query sees only the keys up to its own place.
+        scale: Factor of the scores.
+
+    Returns:
+        The result, `(batch, length, heads, head_dim)`, and for each row of scores the
+        sum of exponentials and the maximum.
+    """
+    batch, heads, rows, width = query.view.shape
+    fields = _fields(query, key, value, is_causal, scale)
+    given = [query.value, key.value, value.value]
+    shapes = [[batch, rows, heads, width], *[[batch, heads, rows]] * 2]
+    return call_handler("attention", given, shapes, fields)
+
+
+def attend_grad(
+    grad: Strided,
+    heads: Sequence[Strided],
+    kept: Sequence[Tensor],
+    shapes: Sequence[Sequence[int]],
+    places: Sequence[tuple[int, Tensor]],
+    is_causal: bool,
+    scale: float,
+) -> list[Tensor]:
+    """Compute the gradients of queries, keys and values.
+
+    Args:
+        grad: The gradient of the result, with its dimensions in the order of queries.
+        heads: Queries, keys and values, as in `attend`.
+        kept: What `attend` returned.
+        shapes: The shapes of values that hold the gradients.
+        places: For each gradient, which of these holds it, and a view of that one.
+        is_causal: Whether a query sees only the keys up to its own place.
+        scale: Factor of the scores.
+
+    Returns:
+        The values that hold the gradients.
+    """
+    query, key, value = heads
+    fields = _fields(query, key, value, is_causal, scale) | _layout("grad", grad.view)
+    for name, (place, view) in zip(("query", "key", "value"), places, strict=True):
+        fields |= {f"{name}_grad_result": place, **_layout(f"{name}_grad", view)}
+    given = [grad.value, *(x.value for x in heads), *kept]
+    return call_handler("attention_grad", given, shapes, fields)
+
+
+def _fields(
+    query: Strided, key: Strided, value: Strided, is_causal: bool, scale: float
+) -> dict[str, int]:
+    batch, heads, rows, width = query.view.shape
+    return {
+        "batch": batch,
+        "heads": heads,
+        "rows": rows,
+        "keys": key.view.shape[2],
+        "width": width,
+        "is_causal": int(is_causal),
+        "scale": bits_of(scale),
+        **_layout("query", query.view),
+        **_layout("key", key.view),
+        **_layout("value", value.view),
+    }
+
+
+def _layout(name: str, view: Tensor) -> dict[str, int]:
+    batch, head, row, _ = view.stride()
+    found = {"offset": view.storage_offset(), "batch": batch, "head": head}
+    # A library wants rows that could lie one after another, even if there is one.
+    found["row"] = max(row, view.shape[-1])
+    return {f"{name}_{field}": int(number) for field, number in found.items()}
