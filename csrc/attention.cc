@@ -38,7 +38,7 @@ namespace ffi = xla::ffi;
 // How many rows and keys scores are there for: 128 KiB of them stay in the second
 // cache.
 constexpr int64_t kRows = 64;
-constexpr int64_t kKeys = 512;
+constexpr int64_t kKeys = 256;
 
 // A matrix in memory, whose rows are `step` numbers apart.
 struct Matrix {
