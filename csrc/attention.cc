@@ -18,7 +18,6 @@
 #include "attention.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -35,8 +34,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// How many rows and keys scores are there for: 128 KiB of them stay in the second
-// cache.
+// How many rows and keys scores are there for: 64 KiB of them stay in the second cache.
 constexpr int64_t kRows = 64;
 constexpr int64_t kKeys = 256;
 
@@ -108,8 +106,9 @@ XPP_VECTORS void Weigh(const Attention& of, const Tile& tile, float* scores,
     const float before = is_first ? -Infinity() : maxima[row];
     const float found = MaxOf(own, seen);
     const float most = found > before ? found : before;
-    // Without a number that is larger, all of them are NaN, or nothing.
-    for (int64_t i = 0; i < seen; ++i) own[i] = Exp(own[i] - most);
+    // All may be minus infinity so far; a later one may not.
+    const float less = most == -Infinity() ? 0 : most;
+    for (int64_t i = 0; i < seen; ++i) own[i] = Exp(own[i] - less);
     std::fill(own + seen, own + tile.keys.size, 0.0f);
     const float sum = SumOf(seen, [own](int64_t i) { return own[i]; });
     maxima[row] = most;

@@ -86,8 +86,8 @@ def test_heads_are_followed_through_attention(max_stages: int) -> None:
         ("F", tokens_of(WIDTH)),
         ("I", tokens_of(WIDTH)),
     ]
-    # Queries, keys, values, two numbers of each row of scores; what leaves attention may
-    # be a value between works.
+    # Queries, keys, values, and two numbers of each row of scores; what leaves
+    # attention may be a value between works.
     inside = tokens_of(3 * WIDTH) + tokens_of(2 * HEADS)
     between = [v.size for v in work.values if heads in v.dims and v.kept_by]
     kept = sum(between, kept_with(work.works, heads))

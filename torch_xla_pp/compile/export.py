@@ -70,9 +70,21 @@ _WRAPPED = "module."
 # A field of `node.meta` that is copied from one trace to the next.
 _LINE = "stack_trace"
 
+
+def _attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Compute PyTorch's attention, as one operation unless within `torch.func`.
+
+    Its transforms know PyTorch's operations alone.
+    """
+    given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    is_transformed = any(map(is_functorch_wrapped_tensor, given))
+    plain: Callable[..., Tensor] = functional.scaled_dot_product_attention
+    return (plain if is_transformed else scaled_dot_product_attention)(*args, **kwargs)
+
+
 _IN_PLACE_OF: Mapping[Any, Callable[..., Any]] = {
-    functional.scaled_dot_product_attention: scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
+    functional.scaled_dot_product_attention: _attention,
+    torch.ops.aten.scaled_dot_product_attention.default: _attention,
     functional.layer_norm: layer_norm,
     torch.layer_norm: layer_norm,
     torch.ops.aten.layer_norm.default: layer_norm,
