@@ -152,19 +152,28 @@ namespace xla_pp {
 #define XPP_LAYOUT_FIELDS(X, of) X(of##_offset) X(of##_batch) X(of##_head) X(of##_row)
 
 // The attributes of attention. `scale` has the bits of a float.
-#define XPP_ATTENTION_FIELDS(X)                                              \
-  X(batch)                                                                   \
-  X(heads)                                                                   \
-  X(rows) X(keys) X(width) X(is_causal) X(scale) XPP_LAYOUT_FIELDS(X, query) \
-      XPP_LAYOUT_FIELDS(X, key) XPP_LAYOUT_FIELDS(X, value)
+#define XPP_ATTENTION_FIELDS(X) \
+  X(batch)                      \
+  X(heads)                      \
+  X(rows)                       \
+  X(keys)                       \
+  X(width)                      \
+  X(is_causal)                  \
+  X(scale)                      \
+  XPP_LAYOUT_FIELDS(X, query)   \
+  XPP_LAYOUT_FIELDS(X, key)     \
+  XPP_LAYOUT_FIELDS(X, value)
 
 // The attributes of its gradients: of which result each is a part, besides the layouts.
-#define XPP_ATTENTION_GRAD_FIELDS(X)                                       \
-  XPP_ATTENTION_FIELDS(X)                                                  \
-  XPP_LAYOUT_FIELDS(X, grad)                                               \
-  X(query_grad_result) XPP_LAYOUT_FIELDS(X, query_grad) X(key_grad_result) \
-      XPP_LAYOUT_FIELDS(X, key_grad) X(value_grad_result)                  \
-          XPP_LAYOUT_FIELDS(X, value_grad)
+#define XPP_ATTENTION_GRAD_FIELDS(X) \
+  XPP_ATTENTION_FIELDS(X)            \
+  XPP_LAYOUT_FIELDS(X, grad)         \
+  X(query_grad_result)               \
+  XPP_LAYOUT_FIELDS(X, query_grad)   \
+  X(key_grad_result)                 \
+  XPP_LAYOUT_FIELDS(X, key_grad)     \
+  X(value_grad_result)               \
+  XPP_LAYOUT_FIELDS(X, value_grad)
 
 #define XPP_NUMBER(number, name) number,
 #define XPP_NAME(number, name) " " #name
