@@ -8,6 +8,7 @@ VOCAB = 512
 SIZES = {
     "small": {"width": 256, "heads": 4, "layers": 8, "length": 128},
     "large": {"width": 512, "heads": 8, "layers": 8, "length": 256},
+    "long": {"width": 256, "heads": 4, "layers": 4, "length": 1024},
     # Many words, and next to nothing, for what memory does.
     "words": {"width": 256, "heads": 4, "layers": 8, "length": 128, "vocab": 1 << 15},
     "tiny": {"width": 16, "heads": 4, "layers": 8, "length": 8, "vocab": 64},

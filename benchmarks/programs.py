@@ -43,7 +43,8 @@ class Alone:
         module = copy.deepcopy(module).to(device)
         named = dict(module.named_parameters())
         example = torch.empty(x.shape, device=device, requires_grad=True)
-        joint = export_joint(module, [example], {})
+        is_best = products == "best"
+        joint = export_joint(module, [example], {}, has_kernels=is_best)
         self.fixed = {f"param:{name}": upload(value) for name, value in named.items()}
         shardings = dict.fromkeys(self.fixed, whole)
         self.programs = StagePrograms(

@@ -53,8 +53,8 @@ def trained(path: str, is_frozen: bool, is_traced: bool) -> dict[str, Any]:
         seen.append(mark.exists())
         offer(self, *args)
 
-    def export_marked(*args: Any) -> Any:
-        joint = export(*args)
+    def export_marked(*args: Any, **kwargs: Any) -> Any:
+        joint = export(*args, **kwargs)
         if rank:
             mark.touch()
         return joint
