@@ -16,6 +16,11 @@ def copied(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def joined(x: Tensor) -> Tensor:
+    """Return a view in another order whose first dimension was two."""
+    return x.view(-1, *x.shape[2:]).transpose(0, 1)
+
+
 def copies() -> None:
     xla_compat.enable_spmd()
     torch.manual_seed(0)
@@ -30,6 +35,9 @@ def copies() -> None:
     check(lambda x: (copied(x[:, :1].expand(3, 5, 4, 33)),), x, num_calls=1)
     check(lambda x: tuple(copied(y.mT) for y in x.split(3, 1)), x, num_calls=2)
     check(lambda x: tuple(copied(y.mT) for y in x.unbind(2)), x, num_calls=4)
+    # A copy of a copy reads what the first one does, unless that shows no view of it.
+    check(lambda x: (copied(copied(x.mT).transpose(0, 1)),), x, num_calls=1)
+    check(lambda x: (copied(joined(copied(x.transpose(1, 2)))),), x, num_calls=2)
     large = torch.randn(700, 1100)
     check(lambda x: (copied(x.t()), copied(x[:, 7:].t() * 2.0)), large, num_calls=2)
 

@@ -114,10 +114,9 @@ def _alike(heads: Sequence[Stored]) -> _Gradients | None:
 
 def _apart(heads: Sequence[Stored]) -> _Gradients:
     """Let each gradient be a value, with the heads behind the length."""
-    shapes = [x.view.transpose(1, 2).shape for x in heads]
-    turned = [Stored.whole(torch.empty(x, device="meta")).then(_turn) for x in shapes]
-    lie = [x for x in turned if x is not None]
-    return _Gradients(list(shapes), list(range(len(heads))), lie)
+    wholes = [torch.empty(_turn(x.view).shape, device="meta") for x in heads]
+    lie = [Stored(whole, _turn(whole), (_turn,)) for whole in wholes]
+    return _Gradients([x.shape for x in wholes], list(range(len(heads))), lie)
 
 
 def _turn(value: Tensor) -> Tensor:

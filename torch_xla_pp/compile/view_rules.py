@@ -108,22 +108,21 @@ def _lies(
     with_factors: bool,
 ) -> tuple[Stored | None, float]:
     """Return how a value lies in another one, but for a factor."""
-    views, factor = [], 1.0
-    while not isinstance(notes.get(node), Stored):
-        own = _factor(node) if with_factors else None
-        if own is None and not _is_view(node):
-            break
-        if own is None:
-            views.append(node)
-        factor *= 1.0 if own is None else own
-        (node,) = node.all_input_nodes
-    noted = notes.get(node)
-    found = noted if isinstance(noted, Stored) else None
-    if found is None and fits_own_ops(values[node]):
-        found = Stored.whole(values[node])
-    for view in reversed(views):
-        found = found and found.then(_step(view))
-    return found, factor
+    noted, own = notes.get(node), _factor(node) if with_factors else None
+    if isinstance(noted, Stored):
+        return noted, 1.0
+    if own is None and not _is_view(node):
+        is_known = fits_own_ops(values[node])
+        return Stored.whole(values[node]) if is_known else None, 1.0
+    (source,) = node.all_input_nodes
+    found, factor = _lies(source, values, notes, with_factors=with_factors)
+    if own is not None:
+        return found, factor * own
+    shown = found and found.then(_step(node))
+    if shown is None and fits_own_ops(values[node]):
+        # What follows may be a view of it, even if it is none of the other one.
+        return Stored.whole(values[node]), 1.0
+    return shown, factor
 
 
 def _step(node: fx.Node) -> Callable[[Any], Any]:
