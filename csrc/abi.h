@@ -151,7 +151,8 @@ namespace xla_pp {
 // value: where the first number is, and how far apart they and their rows are.
 #define XPP_LAYOUT_FIELDS(X, of) X(of##_offset) X(of##_batch) X(of##_head) X(of##_row)
 
-// The attributes of attention. `scale` has the bits of a float.
+// The attributes of attention, with a mask if it has one. `scale` has the bits of a
+// float.
 #define XPP_ATTENTION_FIELDS(X) \
   X(batch)                      \
   X(heads)                      \
@@ -159,10 +160,12 @@ namespace xla_pp {
   X(keys)                       \
   X(width)                      \
   X(is_causal)                  \
+  X(has_mask)                   \
   X(scale)                      \
   XPP_LAYOUT_FIELDS(X, query)   \
   XPP_LAYOUT_FIELDS(X, key)     \
-  XPP_LAYOUT_FIELDS(X, value)
+  XPP_LAYOUT_FIELDS(X, value)   \
+  XPP_LAYOUT_FIELDS(X, mask)
 
 // The attributes of its gradients: of which result each is a part, besides the layouts.
 #define XPP_ATTENTION_GRAD_FIELDS(X) \

@@ -2,13 +2,14 @@
 // XLA's FFI. Scores are there for some rows and keys at a time, and stay in the caches;
 // those of keys that no row of these sees are left out.
 //
-// Forward: queries, keys, values → the result, the sum of exponentials and the maximum
-// of each row of scores.
-// Gradients: that of the result, queries, keys, values, and the results of the forward
-// → those of queries, keys and values.
+// Forward: queries, keys, values, a mask if there is one → the result, the sum of
+// exponentials and the maximum of each row of scores. Gradients: that of the result,
+// queries, keys, values, the results of the forward, the mask → those of queries, keys
+// and values.
 //
 // Queries, keys and values are (batch, heads, length, width) in other values, whose
-// layout the attributes give. The result and the gradients are (batch, length, heads,
+// layout the attributes give; a mask is bool, (batch, heads, length, keys), and says
+// what rows see. The result and the gradients are (batch, length, heads,
 // width), in the order of rows.
 //
 // Source: Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with
@@ -68,14 +69,17 @@ struct Attention {
   int64_t width;
   bool is_causal;
   float scale;
+  const bool* mask = nullptr;  // of one head
+  int64_t mask_step = 0;
 };
 
 // The rows of a part of the scores, and the keys.
 struct Tile {
   Range rows;
   Range keys;
+  bool is_first;  // of those of its rows
 
-  // How many of the keys a row of the tile sees.
+  // How many of the keys come before the end of what causality lets a row see.
   int64_t Seen(int64_t row, bool is_causal) const {
     return is_causal
                ? std::clamp<int64_t>(rows.begin + row + 1 - keys.begin, 0, keys.size)
@@ -83,16 +87,53 @@ struct Tile {
   }
 };
 
-// Calls `run` with all tiles in which rows see keys, those of equal rows in turn.
+// The mask of a row of a tile.
+const bool* MaskOf(const Attention& of, const Tile& tile, int64_t row) {
+  return of.mask + (tile.rows.begin + row) * of.mask_step + tile.keys.begin;
+}
+
+// Whether the mask hides all keys of a tile.
+bool IsHidden(const Attention& of, const Tile& tile) {
+  if (!of.mask) return false;
+  const int64_t count = of.mask_step == 0 ? 1 : tile.rows.size;
+  for (int64_t row = 0; row < count; ++row) {
+    const auto size = static_cast<size_t>(tile.keys.size);
+    if (std::memchr(MaskOf(of, tile, row), 1, size)) return false;
+  }
+  return true;
+}
+
+// Calls `run` with all tiles in which rows see keys, those of equal rows in turn; with
+// one at least.
 template <typename Run>
 void ForTiles(const Attention& of, Run run) {
   for (int64_t row = 0; row < of.rows; row += kRows) {
     const Range rows{row, std::min(kRows, of.rows - row)};
     const int64_t seen = of.is_causal ? std::min(of.keys, row + rows.size) : of.keys;
+    bool is_first = true;
     for (int64_t key = 0; key < seen; key += kKeys) {
-      run(Tile{rows, {key, std::min(kKeys, seen - key)}});
+      const Tile tile{rows, {key, std::min(kKeys, seen - key)}, is_first};
+      const bool is_needed = is_first && key + kKeys >= seen;
+      if (!is_needed && IsHidden(of, tile)) continue;
+      run(tile);
+      is_first = false;
     }
   }
+}
+
+// Makes scores of what the mask hides minus infinity.
+XPP_VECTORS void Hide(const Attention& of, const Tile& tile, float* scores) {
+  for (int64_t row = 0; of.mask && row < tile.rows.size; ++row) {
+    float* own = scores + row * tile.keys.size;
+    const bool* mask = MaskOf(of, tile, row);
+    for (int64_t i = 0; i < tile.keys.size; ++i)
+      own[i] = mask[i] ? own[i] : -Infinity();
+  }
+}
+
+// One by a row's sum, by which its exponentials are scaled; 0 if a mask hides all.
+XPP_INLINE float FactorOf(const Attention& of, float sum) {
+  return of.mask && sum == 0 ? 0 : 1 / sum;
 }
 
 // Turns scores into exponentials of what they are less than the largest so far. Sums
@@ -102,8 +143,7 @@ XPP_VECTORS void Weigh(const Attention& of, const Tile& tile, float* scores,
   for (int64_t row = 0; row < tile.rows.size; ++row) {
     float* own = scores + row * tile.keys.size;
     const int64_t seen = tile.Seen(row, of.is_causal);
-    const bool is_first = tile.keys.begin == 0;
-    const float before = is_first ? -Infinity() : maxima[row];
+    const float before = tile.is_first ? -Infinity() : maxima[row];
     const float found = MaxOf(own, seen);
     const float most = found > before ? found : before;
     // All may be minus infinity so far; a later one may not.
@@ -112,7 +152,7 @@ XPP_VECTORS void Weigh(const Attention& of, const Tile& tile, float* scores,
     std::fill(own + seen, own + tile.keys.size, 0.0f);
     const float sum = SumOf(seen, [own](int64_t i) { return own[i]; });
     maxima[row] = most;
-    if (is_first) {
+    if (tile.is_first) {
       sums[row] = sum;
       continue;
     }
@@ -124,12 +164,12 @@ XPP_VECTORS void Weigh(const Attention& of, const Tile& tile, float* scores,
   }
 }
 
-XPP_VECTORS void Divide(int64_t rows, int64_t width, const float* sums, float* result,
+XPP_VECTORS void Divide(const Attention& of, const float* sums, float* result,
                         int64_t step) {
-  for (int64_t row = 0; row < rows; ++row) {
-    const float factor = 1 / sums[row];
+  for (int64_t row = 0; row < of.rows; ++row) {
+    const float factor = FactorOf(of, sums[row]);
     float* out = result + row * step;
-    for (int64_t i = 0; i < width; ++i) out[i] *= factor;
+    for (int64_t i = 0; i < of.width; ++i) out[i] *= factor;
   }
 }
 
@@ -137,13 +177,14 @@ XPP_VECTORS void Divide(int64_t rows, int64_t width, const float* sums, float* r
 void Attend(const Attention& of, Matrix query, Matrix key, Matrix value, float* scores,
             float* result, int64_t step, float* sums, float* maxima) {
   ForTiles(of, [&](const Tile& tile) {
-    const auto& [rows, keys] = tile;
+    const auto& [rows, keys, is_first] = tile;
     float* out = result + rows.begin * step;
     Multiply({query.From(rows.begin), key.Turned(keys.begin), rows.size, of.width,
               keys.size, of.scale},
              scores, keys.size);
+    Hide(of, tile, scores);
     Weigh(of, tile, scores, sums + rows.begin, maxima + rows.begin, out, step);
-    const float kept = keys.begin == 0 ? 0.0f : 1.0f;
+    const float kept = is_first ? 0.0f : 1.0f;
     Multiply({{scores, keys.size, false},
               value.From(keys.begin),
               rows.size,
@@ -153,7 +194,7 @@ void Attend(const Attention& of, Matrix query, Matrix key, Matrix value, float* 
               kept},
              out, step);
   });
-  Divide(of.rows, of.width, sums, result, step);
+  Divide(of, sums, result, step);
 }
 
 // Turns scores into probabilities.
@@ -162,8 +203,9 @@ XPP_VECTORS void Share(const Attention& of, const Tile& tile, float* scores,
   for (int64_t row = 0; row < tile.rows.size; ++row) {
     float* own = scores + row * tile.keys.size;
     const int64_t seen = tile.Seen(row, of.is_causal);
-    const float most = maxima[row], factor = 1 / sums[row];
-    for (int64_t i = 0; i < seen; ++i) own[i] = Exp(own[i] - most) * factor;
+    const float less = of.mask && maxima[row] == -Infinity() ? 0 : maxima[row];
+    const float factor = FactorOf(of, sums[row]);
+    for (int64_t i = 0; i < seen; ++i) own[i] = Exp(own[i] - less) * factor;
     std::fill(own + seen, own + tile.keys.size, 0.0f);
   }
 }
@@ -211,12 +253,13 @@ void AttendGrad(const Attention& of, const HeadGrad& head, float* scores, float*
   }
   Along(of.rows, of.width, head.grad, head.output, along);
   ForTiles(of, [&](const Tile& tile) {
-    const auto& [rows, keys] = tile;
+    const auto& [rows, keys, is_first] = tile;
     const Factor shares_turned{scores, keys.size, true};
     const Factor grad{grads, keys.size, false}, grad_turned{grads, keys.size, true};
     Multiply({head.query.From(rows.begin), head.key.Turned(keys.begin), rows.size,
               of.width, keys.size, of.scale},
              scores, keys.size);
+    Hide(of, tile, scores);
     Share(of, tile, scores, head.sums + rows.begin, head.maxima + rows.begin);
     Multiply({shares_turned, head.grad.From(rows.begin), keys.size, rows.size, of.width,
               1, 1},
@@ -225,7 +268,7 @@ void AttendGrad(const Attention& of, const HeadGrad& head, float* scores, float*
               of.width, keys.size},
              grads, keys.size);
     GradOfScores(of, tile, scores, along + rows.begin, grads);
-    const float kept = keys.begin == 0 ? 0.0f : 1.0f;
+    const float kept = is_first ? 0.0f : 1.0f;
     Multiply({grad, head.key.From(keys.begin), rows.size, keys.size, of.width, 1, kept},
              query.Row(rows.begin), query.step);
     Multiply({grad_turned, head.query.From(rows.begin), keys.size, rows.size, of.width,
@@ -245,8 +288,12 @@ using Result = ffi::ResultBuffer<ffi::F32>;
 
 #define XPP_READ_FIELD(name) fields.name = attributes.get<int64_t>(#name).value();
 
-template <typename Fields>
-Attention SizesOf(const Fields& fields) {
+// Calls `run` with all places in the batch and heads, with the attention of each, and
+// with memory for some blocks of scores and a number for each row.
+template <typename Fields, typename Run>
+ffi::Future ForHeads(ffi::ThreadPool pool, const Fields& fields,
+                     ffi::RemainingArgs masks, int64_t num_blocks, int64_t num_products,
+                     Run run) {
   const auto bits = static_cast<uint32_t>(fields.scale);
   Attention of{fields.batch,
                fields.heads,
@@ -256,52 +303,51 @@ Attention SizesOf(const Fields& fields) {
                fields.is_causal != 0,
                0};
   std::memcpy(&of.scale, &bits, sizeof(bits));
-  return of;
-}
-
-// Calls `run` with the place in the batch and the head of all of them, and with memory
-// for some blocks of scores and a number for each row.
-template <typename Run>
-ffi::Future ForHeads(ffi::ThreadPool pool, const Attention& of, int64_t num_blocks,
-                     int64_t num_products, Run run) {
+  const bool* mask = nullptr;
+  if (fields.has_mask) mask = masks.get<ffi::Buffer<ffi::PRED>>(0)->typed_data();
+  of.mask_step = fields.mask_row;
+  const int64_t batch_step = fields.mask_batch, head_step = fields.mask_head;
   const int64_t count = of.batch * of.heads;
   const int64_t operations = count * num_products * of.rows * of.keys * of.width;
   return RunParts(pool, count, operations, [=](Range part) {
     const int64_t size = std::min(kRows, of.rows) * std::min(kKeys, of.keys);
     const std::unique_ptr<float[]> memory(new float[num_blocks * size + of.rows]);
     for (int64_t i = part.begin; i < part.begin + part.size; ++i) {
-      run(i / of.heads, i % of.heads, memory.get(), size);
+      const int64_t place = i / of.heads, head = i % of.heads;
+      Attention own = of;
+      if (mask) own.mask = mask + place * batch_step + head * head_step;
+      run(own, place, head, memory.get(), size);
     }
   });
 }
 
 ffi::Future Run(ffi::ThreadPool pool, Values query, Values key, Values value,
-                Result result, Result sums, Result maxima, ffi::Dictionary attributes) {
+                ffi::RemainingArgs masks, Result result, Result sums, Result maxima,
+                ffi::Dictionary attributes) {
   AttentionFields fields;
   XPP_ATTENTION_FIELDS(XPP_READ_FIELD)
-  const Attention of = SizesOf(fields);
   const Heads queries = XPP_HEADS(query, query.typed_data());
   const Heads keys = XPP_HEADS(key, key.typed_data());
   const Heads values = XPP_HEADS(value, value.typed_data());
   float *out = result->typed_data(), *sum = sums->typed_data(),
         *most = maxima->typed_data();
-  return ForHeads(pool, of, 1, 2,
-                  [=](int64_t place, int64_t head, float* scores, int64_t) {
-                    const int64_t step = of.heads * of.width;
-                    const int64_t row = (place * of.heads + head) * of.rows;
-                    Attend(of, queries.At(place, head), keys.At(place, head),
-                           values.At(place, head), scores,
-                           out + place * of.rows * step + head * of.width, step,
-                           sum + row, most + row);
-                  });
+  const auto run = [=](const Attention& of, int64_t place, int64_t head, float* scores,
+                       int64_t) {
+    const int64_t step = of.heads * of.width;
+    const int64_t row = (place * of.heads + head) * of.rows;
+    Attend(of, queries.At(place, head), keys.At(place, head), values.At(place, head),
+           scores, out + place * of.rows * step + head * of.width, step, sum + row,
+           most + row);
+  };
+  return ForHeads(pool, fields, masks, 1, 2, run);
 }
 
 ffi::Future RunGrad(ffi::ThreadPool pool, Values grad, Values query, Values key,
                     Values value, Values output, Values sums, Values maxima,
-                    ffi::RemainingRets results, ffi::Dictionary attributes) {
+                    ffi::RemainingArgs masks, ffi::RemainingRets results,
+                    ffi::Dictionary attributes) {
   AttentionGradFields fields;
   XPP_ATTENTION_GRAD_FIELDS(XPP_READ_FIELD)
-  const Attention of = SizesOf(fields);
   const auto result = [&results](int64_t number) {
     return (*results.get<Values>(static_cast<size_t>(number)))->typed_data();
   };
@@ -312,19 +358,24 @@ ffi::Future RunGrad(ffi::ThreadPool pool, Values grad, Values query, Values key,
   const Heads of_queries = XPP_HEADS(query_grad, result(fields.query_grad_result));
   const Heads of_keys = XPP_HEADS(key_grad, result(fields.key_grad_result));
   const Heads of_values = XPP_HEADS(value_grad, result(fields.value_grad_result));
-  const int64_t step = of.heads * of.width;
-  const Heads outputs{output.typed_data(), of.rows * step, of.width, step};
+  const int64_t step = fields.heads * fields.width;
+  const Heads outputs{output.typed_data(), fields.rows * step, fields.width, step};
   const float *sum = sums.typed_data(), *most = maxima.typed_data();
-  return ForHeads(
-      pool, of, 2, 5, [=](int64_t place, int64_t head, float* memory, int64_t size) {
-        const int64_t row = (place * of.heads + head) * of.rows;
-        AttendGrad(
-            of,
-            {grads.At(place, head), queries.At(place, head), keys.At(place, head),
-             values.At(place, head), outputs.At(place, head), sum + row, most + row},
-            memory, memory + size, memory + 2 * size, of_queries.At(place, head),
-            of_keys.At(place, head), of_values.At(place, head));
-      });
+  const auto run = [=](const Attention& of, int64_t place, int64_t head, float* memory,
+                       int64_t size) {
+    const int64_t row = (place * of.heads + head) * of.rows;
+    const HeadGrad from{grads.At(place, head),
+                        queries.At(place, head),
+                        keys.At(place, head),
+                        values.At(place, head),
+                        outputs.At(place, head),
+                        sum + row,
+                        most + row};
+    AttendGrad(of, from, memory, memory + size, memory + 2 * size,
+               of_queries.At(place, head), of_keys.At(place, head),
+               of_values.At(place, head));
+  };
+  return ForHeads(pool, fields, masks, 2, 5, run);
 }
 
 XLA_FFI_DEFINE_HANDLER(kRun, Run,
@@ -333,6 +384,7 @@ XLA_FFI_DEFINE_HANDLER(kRun, Run,
                            .Arg<Values>()
                            .Arg<Values>()
                            .Arg<Values>()
+                           .RemainingArgs()
                            .Ret<Values>()
                            .Ret<Values>()
                            .Ret<Values>()
@@ -348,6 +400,7 @@ XLA_FFI_DEFINE_HANDLER(kRunGrad, RunGrad,
                            .Arg<Values>()
                            .Arg<Values>()
                            .Arg<Values>()
+                           .RemainingArgs()
                            .RemainingRets()
                            .Attrs());
 

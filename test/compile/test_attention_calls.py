@@ -33,12 +33,18 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 
 def run(
-    is_causal: bool, scale: float, query: Tensor, key: Tensor, value: Tensor, of: Tensor
+    is_causal: bool,
+    scale: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    of: Tensor,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Return all results of a forward and a backward; `of` is the gradient."""
     options = is_causal, scale, list[str]()
-    kept = ATTENTION(query, key, value, *options)
-    return *kept, *ATTENTION_BACKWARD(of, query, key, value, *kept, *options)
+    kept = ATTENTION(query, key, value, mask, *options)
+    return *kept, *ATTENTION_BACKWARD(of, query, key, value, mask, *kept, *options)
 
 
 def run_shown(is_causal: bool, scale: float, *given: Tensor) -> tuple[Tensor, ...]:
@@ -91,6 +97,35 @@ def strange_numbers() -> None:
 
 def test_nothing_is_lost_but_what_is_no_number(worlds: Worlds) -> None:
     worlds.run(strange_numbers, ranks=1)
+
+
+MASKS = {
+    "of keys": (BATCH, 1, 1, 600),
+    "of the batch": (BATCH, 1, 300, 600),
+    "of heads": (1, HEADS, 300, 600),
+    "one": (1, 1, 300, 600),
+    "each": (BATCH, HEADS, 300, 600),
+}
+
+
+def run_masked(is_causal: bool, *given: Tensor) -> tuple[Tensor, ...]:
+    return run(is_causal, 0.3, *given)  # type: ignore[arg-type]
+
+
+def masks() -> None:
+    xla_compat.enable_spmd()
+    for number, shape in enumerate(MASKS.values()):
+        mask = drawn(*shape, seed=number) > 0
+        # All of a block of rows and keys, and all of a row.
+        mask[..., 256:512] &= drawn(*shape[:3], 1, seed=9) > 5
+        mask[..., -1, :] &= shape[2] == 1
+        for is_causal in (False, True):
+            call = functools.partial(run_masked, is_causal)
+            check(call, *alike(300, 600, 4), mask, num_calls=2, atol=2e-5)
+
+
+def test_masks_hide_keys_and_rows_without_keys_have_zeros(worlds: Worlds) -> None:
+    worlds.run(masks, ranks=1)
 
 
 ROWS, WIDTH = 70, 8

@@ -46,6 +46,11 @@ def masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, mask)
 
 
+def shifted(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    mask = torch.ones(6, 6, device=query.device)
+    return F.scaled_dot_product_attention(query, key, value, mask)
+
+
 def dropped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, dropout_p=0.5)
 
@@ -77,7 +82,8 @@ CASES: dict[str, tuple[Call, tuple[tuple[int, ...], ...], bool]] = {
     "plain": (F.scaled_dot_product_attention, LIKE, True),
     "causal": (causal, LIKE, True),
     "fewer heads": (grouped, (SHAPE, FEWER, FEWER), True),
-    "a mask": (masked, LIKE, False),
+    "a mask": (masked, LIKE, True),
+    "a mask of numbers": (shifted, LIKE, False),
     "dropout": (dropped, LIKE, False),
     "wider values": (F.scaled_dot_product_attention, (SHAPE, SHAPE, WIDER), False),
     "three dimensions": (F.scaled_dot_product_attention, (SHAPE[1:],) * 3, False),

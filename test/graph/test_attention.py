@@ -43,18 +43,18 @@ def test_it_gives_what_pytorch_gives_and_its_gradients(
 
 def test_its_operators_are_sound() -> None:
     given = [x.requires_grad_() for x in operands()]
-    options = (True, 0.5, ["batch", "", "", ""])
+    options = (None, True, 0.5, ["batch", "", "", ""])
     torch.library.opcheck(ATTENTION, (*given, *options))
     result, sums, maxima = (x.detach() for x in ATTENTION(*given, *options))
     plain = [x.detach() for x in given]
-    checked = (result, *plain, result, sums, maxima, *options)
+    checked = (result, *plain, None, result, sums, maxima, *options[1:])
     names = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(ATTENTION_BACKWARD, checked, test_utils=names)
 
 
 def test_what_is_kept_of_a_row_makes_its_probabilities() -> None:
     query, key, value = operands()
-    _, sums, maxima = ATTENTION(query, key, value, False, 0.5, [""] * 4)
+    _, sums, maxima = ATTENTION(query, key, value, None, False, 0.5, [""] * 4)
     scores = 0.5 * query @ key.transpose(-2, -1)
     combined = maxima + sums.log()
     torch.testing.assert_close(combined, scores.logsumexp(-1))

@@ -31,10 +31,10 @@ def standing_in(calls: list[tuple[int, ...]]) -> Iterator[None]:
         calls.append(tuple(shards[0].shape))
         options = is_causal, scale
         if is_forward:
-            result, *others = plain_attention(*shards, *options)  # type: ignore[call-arg, arg-type]
+            result, *others = plain_attention(*shards, None, *options)  # type: ignore[call-arg, arg-type]
             return result.transpose(1, 2), *others
         shards[0], shards[4] = (shards[i].transpose(1, 2) for i in (0, 4))
-        return plain_attention_backward(*shards, *options)  # type: ignore[call-arg, arg-type]
+        return plain_attention_backward(*shards[:4], None, *shards[4:], *options)  # type: ignore[call-arg, arg-type]
 
     home = "torch_xla_pp.compile"
     with ExitStack() as stack:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_xla_pp.compile.view_rules import Stored, stored
-from torch_xla_pp.cpu import Strided, attend, attend_grad, is_read_in_place
+from torch_xla_pp.cpu import Scores, Strided, attend, attend_grad, is_read_in_place
 from torch_xla_pp.graph import ATTENTION, ATTENTION_BACKWARD
 
 _CAT = torch.ops.aten.cat.default
@@ -26,8 +26,7 @@ def run_attention(
     if node.target is ATTENTION:
         given: Any = node.args
         heads = [_heads(x, values, notes) for x in given[:3]]
-        query, key, value = (Strided(x.value, x.view) for x in heads)
-        return tuple(attend(query, key, value, *given[3:5]))
+        return tuple(attend(_scores(heads, values, *given[3:6])))
     if node.target is ATTENTION_BACKWARD:
         return _gradients(node, values, notes)
     if node.target is _CAT:
@@ -49,6 +48,18 @@ def _heads(
     return Stored.whole(values[node])
 
 
+def _scores(
+    heads: Sequence[Stored],
+    values: Mapping[fx.Node, Any],
+    mask: fx.Node | None,
+    is_causal: bool,
+    scale: float,
+) -> Scores:
+    query, key, value = (Strided(x.value, x.view) for x in heads)
+    own = None if mask is None else values[mask]
+    return Scores(query, key, value, own, is_causal, scale)
+
+
 class _Gradients(NamedTuple):
     """Where gradients are written.
 
@@ -67,7 +78,7 @@ def _gradients(
     node: fx.Node, values: Mapping[fx.Node, Any], notes: dict[fx.Node, Any]
 ) -> tuple[Tensor, ...]:
     given: Any = node.args
-    grad_node, *three, output, sums, maxima, is_causal, scale, _ = given
+    grad_node, *three, mask, output, sums, maxima, is_causal, scale, _ = given
     grad = stored(grad_node, values, notes)
     if grad is None or not is_read_in_place(grad.view.transpose(1, 2)):
         grad = Stored.whole(values[grad_node])
@@ -75,15 +86,13 @@ def _gradients(
     written = _alike(heads) or _apart(heads)
     results = attend_grad(
         Strided(grad.value, grad.view.transpose(1, 2)),
-        [Strided(x.value, x.view) for x in heads],
+        _scores(heads, values, mask, is_causal, scale),
         [values[x] for x in (output, sums, maxima)],
         written.shapes,
         [
             (place, x.view)
             for place, x in zip(written.places, written.stored, strict=True)
         ],
-        is_causal,
-        scale,
     )
     lie = [
         Stored(results[place], x.view, x.steps, is_noted=True)

@@ -51,7 +51,7 @@ class AttentionKernel:
             return None
         given: Any = node.args
         *tensors, is_causal, scale, names = given
-        operands = [values[tensor] for tensor in tensors]
+        operands = [values[tensor] for tensor in tensors if tensor is not None]
         if node.target is ATTENTION_BACKWARD:
             operands[0], operands[4] = (operands[i].transpose(1, 2) for i in (0, 4))
         split = self.partition(attention_axes(names))
@@ -129,8 +129,9 @@ def has_kernel(*args: Any) -> bool:
         args: Those of the operation.
     """
     *tensors, _, _, names = args
+    mask = tensors.pop(3 if len(tensors) == 4 else 4)
     if calls_kernel():
         # It must know how dimensions are split.
-        return bool(names)
+        return bool(names) and mask is None
     is_own = env.device_kind() == "CPU" and cpu.has_attention()
     return is_own and all(map(cpu.fits_own_ops, tensors))

@@ -24,10 +24,14 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Compute `functional.scaled_dot_product_attention`.
 
-    With a mask, dropout or other shapes than `attention` takes, PyTorch's way is left.
+    With dropout, a mask of numbers or other shapes than `attention` takes, PyTorch's
+    way is left.
     """
-    is_plain = attn_mask is None and not dropout_p
-    if not is_plain or not _is_taken(query, key, value, enable_gqa):
+    mask, is_mask = attn_mask, attn_mask is None
+    if attn_mask is not None and query.dim() == 4:
+        mask = _mask(attn_mask, query, key)
+        is_mask = mask is not None and not is_causal
+    if dropout_p or not is_mask or not _is_taken(query, key, value, enable_gqa):
         return functional.scaled_dot_product_attention(
             query,
             key,
@@ -43,8 +47,20 @@ def scaled_dot_product_attention(
         x.repeat_interleave(count, 1) if count > 1 else x for x in (key, value)
     )
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    result: Tensor = ATTENTION(query, key, value, is_causal, float(factor), [])[0]
+    options = mask, is_causal, float(factor), list[str]()
+    result: Tensor = ATTENTION(query, key, value, *options)[0]
     return result.transpose(1, 2)
+
+
+def _mask(given: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
+    """Return a mask of four dimensions, the last one whole; None for another one."""
+    whole = (*query.shape[:3], key.shape[2])
+    if given.dtype != torch.bool or given.dim() > 4:
+        return None
+    shape = (*[1] * (4 - given.dim()), *given.shape)
+    if any(size not in (1, own) for size, own in zip(shape, whole, strict=True)):
+        return None
+    return given.view(shape).expand(*shape[:3], whole[3])
 
 
 def _is_taken(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:

@@ -25,6 +25,7 @@ from torch_xla_pp.cpu.client import (
 )
 from torch_xla_pp.cpu.handlers import call_handler, fits_own_ops, has_own_ops
 from torch_xla_pp.cpu.heads import (
+    Scores,
     Strided,
     attend,
     attend_grad,
@@ -52,6 +53,7 @@ __all__ = [
     "PartProduct",
     "Product",
     "ProductSides",
+    "Scores",
     "Strided",
     "attend",
     "attend_grad",

@@ -9,6 +9,7 @@ library as products do, and read queries, keys and values where they lie.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from torch_xla_pp.cpu.handlers import bits_of, call_handler, has_own_ops
@@ -39,76 +40,97 @@ def is_read_in_place(view: Tensor) -> bool:
     return (along == 1 or width == 1) and (down >= width or rows == 1)
 
 
-def attend(
-    query: Strided, key: Strided, value: Strided, is_causal: bool, scale: float
-) -> list[Tensor]:
-    """Compute attention, as `graph.plain_attention` does.
+class Scores(NamedTuple):
+    """What scores are made of.
 
-    Args:
+    Attributes:
         query: `(batch, heads, length, head_dim)`, read in place.
         key: Likewise, the keys.
         value: Likewise, the values.
+        mask: What a query sees of the keys, bool, `(batch, heads, length, keys)`, where
+            all but the last may be 1; None for all.
         is_causal: Whether a query sees only the keys up to its own place.
         scale: Factor of the scores.
+    """
+
+    query: Strided
+    key: Strided
+    value: Strided
+    mask: Tensor | None
+    is_causal: bool
+    scale: float
+
+    @property
+    def operands(self) -> list[Tensor]:
+        """The values in which queries, keys and values lie."""
+        return [self.query.value, self.key.value, self.value.value]
+
+    @property
+    def masks(self) -> list[Tensor]:
+        """The mask, if there is one."""
+        return [] if self.mask is None else [self.mask]
+
+    def fields(self) -> dict[str, int]:
+        """Return the attributes of the ops."""
+        batch, heads, rows, width = self.query.view.shape
+        sizes = [1] * 4 if self.mask is None else self.mask.shape
+        steps = torch.empty(sizes, device="meta").stride()
+        alike = [s if n > 1 else 0 for n, s in zip(sizes, steps, strict=True)]
+        of_mask = zip(("batch", "head", "row"), alike[:3], strict=True)
+        return {
+            "batch": batch,
+            "heads": heads,
+            "rows": rows,
+            "keys": self.key.view.shape[2],
+            "width": width,
+            "is_causal": int(self.is_causal),
+            "has_mask": int(self.mask is not None),
+            "scale": bits_of(self.scale),
+            **_layout("query", self.query.view),
+            **_layout("key", self.key.view),
+            **_layout("value", self.value.view),
+            "mask_offset": 0,
+            **{f"mask_{name}": step for name, step in of_mask},
+        }
+
+
+def attend(scores: Scores) -> list[Tensor]:
+    """Compute attention, as `graph.plain_attention` does.
 
     Returns:
         The result, `(batch, length, heads, head_dim)`, and for each row of scores the
         sum of exponentials and the maximum.
     """
-    batch, heads, rows, width = query.view.shape
-    fields = _fields(query, key, value, is_causal, scale)
-    given = [query.value, key.value, value.value]
+    batch, heads, rows, width = scores.query.view.shape
     shapes = [[batch, rows, heads, width], *[[batch, heads, rows]] * 2]
-    return call_handler("attention", given, shapes, fields)
+    given = [*scores.operands, *scores.masks]
+    return call_handler("attention", given, shapes, scores.fields())
 
 
 def attend_grad(
     grad: Strided,
-    heads: Sequence[Strided],
+    scores: Scores,
     kept: Sequence[Tensor],
     shapes: Sequence[Sequence[int]],
     places: Sequence[tuple[int, Tensor]],
-    is_causal: bool,
-    scale: float,
 ) -> list[Tensor]:
     """Compute the gradients of queries, keys and values.
 
     Args:
         grad: The gradient of the result, with its dimensions in the order of queries.
-        heads: Queries, keys and values, as in `attend`.
+        scores: As in `attend`.
         kept: What `attend` returned.
         shapes: The shapes of values that hold the gradients.
         places: For each gradient, which of these holds it, and a view of that one.
-        is_causal: Whether a query sees only the keys up to its own place.
-        scale: Factor of the scores.
 
     Returns:
         The values that hold the gradients.
     """
-    query, key, value = heads
-    fields = _fields(query, key, value, is_causal, scale) | _layout("grad", grad.view)
+    fields = scores.fields() | _layout("grad", grad.view)
     for name, (place, view) in zip(("query", "key", "value"), places, strict=True):
         fields |= {f"{name}_grad_result": place, **_layout(f"{name}_grad", view)}
-    given = [grad.value, *(x.value for x in heads), *kept]
+    given = [grad.value, *scores.operands, *kept, *scores.masks]
     return call_handler("attention_grad", given, shapes, fields)
-
-
-def _fields(
-    query: Strided, key: Strided, value: Strided, is_causal: bool, scale: float
-) -> dict[str, int]:
-    batch, heads, rows, width = query.view.shape
-    return {
-        "batch": batch,
-        "heads": heads,
-        "rows": rows,
-        "keys": key.view.shape[2],
-        "width": width,
-        "is_causal": int(is_causal),
-        "scale": bits_of(scale),
-        **_layout("query", query.view),
-        **_layout("key", key.view),
-        **_layout("value", value.view),
-    }
 
 
 def _layout(name: str, view: Tensor) -> dict[str, int]:

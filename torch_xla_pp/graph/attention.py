@@ -26,14 +26,14 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 torch.library.define(
     _NAME,
-    "(Tensor query, Tensor key, Tensor value, bool is_causal, float scale, "
-    "str[] axes) -> (Tensor, Tensor, Tensor)",
+    "(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, "
+    "float scale, str[] axes) -> (Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     _BACKWARD,
-    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor sums, "
-    "Tensor maxima, bool is_causal, float scale, str[] axes) -> "
-    "(Tensor, Tensor, Tensor)",
+    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? mask, "
+    "Tensor output, Tensor sums, Tensor maxima, bool is_causal, float scale, "
+    "str[] axes) -> (Tensor, Tensor, Tensor)",
 )
 
 
@@ -41,21 +41,32 @@ def plain_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    mask: Tensor | None,
     is_causal: bool,
     scale: float,
     axes: Sequence[str] = (),
 ) -> Three:
-    """Compute attention.
+    """Compute attention; a row that sees no key has zeros.
+
+    Args:
+        query: `(batch, heads, length, head_dim)`.
+        key: `(batch, heads, length of keys, head_dim)`.
+        value: As the keys.
+        mask: What a query sees of the keys, bool, of four dimensions; those but the
+            last one may be of size one. None for all.
+        is_causal: Whether a query sees only the keys up to its own place.
+        scale: Factor of the scores.
+        axes: The logical axes of the queries' dimensions.
 
     Returns:
         The result, `(batch, length, heads, head_dim)`, and for each row of scores the
         sum of exponentials and the maximum.
     """
-    scores = _scores(query, key, is_causal, scale)
+    scores = _scores(query, key, mask, is_causal, scale)
     maxima = scores.amax(-1)
-    weights = torch.exp(scores - maxima.unsqueeze(-1))
+    weights = _weights(scores, maxima, mask)
     sums = weights.sum(-1)
-    shares = (weights / sums.unsqueeze(-1)).to(value.dtype)
+    shares = _shares(weights, sums, mask).to(value.dtype)
     result = torch.matmul(shares, value).transpose(-3, -2).contiguous()
     return result, sums, maxima
 
@@ -65,6 +76,7 @@ def plain_attention_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    mask: Tensor | None,
     output: Tensor,
     sums: Tensor,
     maxima: Tensor,
@@ -79,6 +91,7 @@ def plain_attention_backward(
         query: As in `plain_attention`, as is all that follows.
         key: The keys.
         value: The values.
+        mask: What a query sees of the keys.
         output: The result.
         sums: Of exponentials, for each row of scores.
         maxima: Of the scores, likewise.
@@ -87,9 +100,9 @@ def plain_attention_backward(
         axes: The logical axes of the queries' dimensions.
     """
     grad, output = grad.transpose(-3, -2), output.transpose(-3, -2)
-    scores = _scores(query, key, is_causal, scale)
+    scores = _scores(query, key, mask, is_causal, scale)
     exact = scores.dtype
-    shares = torch.exp(scores - maxima.unsqueeze(-1)) / sums.unsqueeze(-1)
+    shares = _shares(_weights(scores, maxima, mask), sums, mask)
     of_value = torch.matmul(shares.to(grad.dtype).transpose(-2, -1), grad)
     of_shares = torch.matmul(grad, value.transpose(-2, -1)).to(exact)
     along = (output.to(exact) * grad.to(exact)).sum(-1, keepdim=True)
@@ -101,10 +114,14 @@ def plain_attention_backward(
     )
 
 
-def _scores(query: Tensor, key: Tensor, is_causal: bool, scale: float) -> Tensor:
+def _scores(
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
     """Return the products of queries and keys, at least in float32."""
     exact = torch.promote_types(query.dtype, torch.float32)
     scores = torch.matmul(query, key.transpose(-2, -1)).to(exact) * scale
+    if mask is not None:
+        scores = torch.where(mask, scores, -math.inf)
     if not is_causal:
         return scores
     rows, columns = (
@@ -113,9 +130,20 @@ def _scores(query: Tensor, key: Tensor, is_causal: bool, scale: float) -> Tensor
     return torch.where(rows.unsqueeze(1) >= columns, scores, -math.inf)
 
 
-def _fake(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, axes: Any
-) -> Three:
+def _weights(scores: Tensor, maxima: Tensor, mask: Tensor | None) -> Tensor:
+    """Return exponentials of scores; zeros in rows that a mask hides."""
+    if mask is not None:
+        maxima = torch.where(maxima == -math.inf, 0.0, maxima)
+    return torch.exp(scores - maxima.unsqueeze(-1))
+
+
+def _shares(weights: Tensor, sums: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is not None:
+        sums = torch.where(sums == 0, 1.0, sums)
+    return weights / sums.unsqueeze(-1)
+
+
+def _fake(query: Tensor, *_: Any) -> Three:
     exact = torch.promote_types(query.dtype, torch.float32)
     row = query.new_empty(query.shape[:-1], dtype=exact)
     batch, heads, length, width = query.shape
@@ -134,32 +162,33 @@ def _fake_backward(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Three) -> None:
-    query, key, value, ctx.is_causal, ctx.scale, ctx.axes = inputs
+    query, key, value, mask, *ctx.options = inputs
     result, sums, maxima = output
     ctx.mark_non_differentiable(sums, maxima)
-    ctx.save_for_backward(query, key, value, result, sums, maxima)
+    ctx.save_for_backward(query, key, value, mask, result, sums, maxima)
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    given = (grad, *ctx.saved_tensors, ctx.is_causal, ctx.scale, ctx.axes)
-    return (*ATTENTION_BACKWARD(*given), None, None, None)
+    found = ATTENTION_BACKWARD(grad, *ctx.saved_tensors, *ctx.options)
+    return (*found, *[None] * 4)
 
 
 def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: Three) -> None:
-    grad, query, key, value, _, _, _, *ctx.options = inputs
-    ctx.save_for_backward(grad, query, key, value)
+    grad, query, key, value, mask, _, _, _, *ctx.options = inputs
+    ctx.save_for_backward(grad, query, key, value, mask)
     ctx.num_others = len(inputs) - 4
 
 
 def _backward_of_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     """Differentiate the gradients, as functions of what they are gradients of."""
+    *saved, mask = ctx.saved_tensors
 
     def gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Three:
-        given = query, key, value
+        given = query, key, value, mask
         kept = plain_attention(*given, *ctx.options)
         return plain_attention_backward(grad, *given, *kept, *ctx.options)
 
-    _, pull = torch.func.vjp(gradients, *ctx.saved_tensors)
+    _, pull = torch.func.vjp(gradients, *saved)
     return (*pull(grads), *[None] * ctx.num_others)
 
 
@@ -250,7 +279,8 @@ def attention(
     _check(query, key, value, axes)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     names = [name or "" for name in axes]
-    result: Tensor = ATTENTION(query, key, value, is_causal, float(factor), names)[0]
+    options = None, is_causal, float(factor), names
+    result: Tensor = ATTENTION(query, key, value, *options)[0]
     return result.transpose(1, 2)
 
 

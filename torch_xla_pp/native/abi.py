@@ -113,8 +113,8 @@ def _layout(of: str) -> tuple[str, ...]:
 
 
 ATTENTION_FIELDS = (
-    *("batch", "heads", "rows", "keys", "width", "is_causal", "scale"),
-    *(name for of in ("query", "key", "value") for name in _layout(of)),
+    *("batch", "heads", "rows", "keys", "width", "is_causal", "has_mask", "scale"),
+    *(name for of in ("query", "key", "value", "mask") for name in _layout(of)),
 )
 ATTENTION_GRAD_FIELDS = (
     *ATTENTION_FIELDS,
