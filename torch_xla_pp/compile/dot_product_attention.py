@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torch_xla_pp.graph import ATTENTION
+from torch_xla_pp.graph import masked_attention
 
 
 def scaled_dot_product_attention(
@@ -46,10 +46,7 @@ def scaled_dot_product_attention(
     key, value = (
         x.repeat_interleave(count, 1) if count > 1 else x for x in (key, value)
     )
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    options = mask, is_causal, float(factor), list[str]()
-    result: Tensor = ATTENTION(query, key, value, *options)[0]
-    return result.transpose(1, 2)
+    return masked_attention(query, key, value, mask, is_causal, scale)
 
 
 def _mask(given: Tensor, query: Tensor, key: Tensor) -> Tensor | None:

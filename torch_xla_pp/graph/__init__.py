@@ -7,6 +7,7 @@ from torch_xla_pp.graph.attention import (
     ATTENTION_BACKWARD,
     attention,
     attention_axes,
+    masked_attention,
     plain_attention,
     plain_attention_backward,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "ATTENTION_BACKWARD",
     "attention",
     "attention_axes",
+    "masked_attention",
     "plain_attention",
     "plain_attention_backward",
     "Atom",

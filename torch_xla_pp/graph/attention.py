@@ -277,9 +277,32 @@ def attention(
         >>> mixed = attention(q, k, v, is_causal=True)
     """
     _check(query, key, value, axes)
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
     names = [name or "" for name in axes]
-    options = None, is_causal, float(factor), names
+    return masked_attention(query, key, value, None, is_causal, scale, names)
+
+
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    names: Sequence[str] = (),
+) -> Tensor:
+    """Call the operation; see `attention` for operands, and `plain_attention`.
+
+    Args:
+        query: The queries.
+        key: The keys.
+        value: The values.
+        mask: What a query sees of the keys, None for all.
+        is_causal: Whether a query sees only the keys up to its own place.
+        scale: Factor of the scores, None for the root of 1 / head_dim.
+        names: The logical axes of the queries' dimensions, none if not known.
+    """
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    options = mask, is_causal, float(factor), list(names)
     result: Tensor = ATTENTION(query, key, value, *options)[0]
     return result.transpose(1, 2)
 
