@@ -18,6 +18,7 @@ namespace xla_pp {
   X(kBegin, begin)                     \
   X(kEnd, end)                         \
   X(kProduct, product)                 \
+  X(kProductSum, product_sum)          \
   X(kSum, sum)                         \
   X(kSoftmax, softmax)                 \
   X(kSoftmaxGrad, softmax_grad)        \
@@ -105,7 +106,7 @@ namespace xla_pp {
   X(num_messages) /* one per device of a sender */                \
   X(num_waiting)  /* receive ops, one per device */
 
-// The attributes of a product.
+// The attributes of a product, and of one that is added to a sum.
 #define XPP_PRODUCT_FIELDS(X) \
   X(batch)                    \
   X(rows)                     \
@@ -184,6 +185,8 @@ namespace xla_pp {
 #define XPP_FIELD(name) int64_t name = 0;
 #define XPP_FIELD_NAME(name) " " #name
 #define XPP_ONE(name) +1
+// Reads a field from the attributes of a call.
+#define XPP_READ_FIELD(name) fields.name = attributes.get<int64_t>(#name).value();
 
 enum class Op : int32_t { XPP_OPS(XPP_NUMBER) };
 enum class Event : int64_t { XPP_EVENTS(XPP_NUMBER) };
@@ -202,6 +205,9 @@ struct RouteFields {
 };
 struct RowFields {
   XPP_ROW_FIELDS(XPP_FIELD)
+};
+struct ProductFields {
+  XPP_PRODUCT_FIELDS(XPP_FIELD)
 };
 struct AttentionFields {
   XPP_ATTENTION_FIELDS(XPP_FIELD)

@@ -286,8 +286,6 @@ using Result = ffi::ResultBuffer<ffi::F32>;
     data + fields.of##_offset, fields.of##_batch, fields.of##_head, fields.of##_row \
   }
 
-#define XPP_READ_FIELD(name) fields.name = attributes.get<int64_t>(#name).value();
-
 // Calls `run` with all places in the batch and heads, with the attention of each, and
 // with memory for some blocks of scores and a number for each row.
 template <typename Fields, typename Run>

@@ -311,21 +311,13 @@ XLA_FFI_DEFINE_HANDLER(kBegin, Begin, ffi::Ffi::Bind().RemainingArgs().Remaining
 
 XLA_FFI_DEFINE_HANDLER(kEnd, End, ffi::Ffi::Bind().RemainingArgs().RemainingRets());
 
-XLA_FFI_Handler* const kHandlers[] = {kSend,
-                                      kReceive,
-                                      kBegin,
-                                      kEnd,
-                                      ProductHandler(),
-                                      SumHandler(),
-                                      SoftmaxHandler(),
-                                      SoftmaxGradHandler(),
-                                      NormHandler(),
-                                      NormGradHandler(),
-                                      NormFactorGradHandler(),
-                                      CopyHandler(),
-                                      AttentionHandler(),
-                                      AttentionGradHandler(),
-                                      PauseHandler()};
+XLA_FFI_Handler* const kHandlers[] = {
+    kSend,         kReceive,           kBegin,
+    kEnd,          ProductHandler(),   ProductSumHandler(),
+    SumHandler(),  SoftmaxHandler(),   SoftmaxGradHandler(),
+    NormHandler(), NormGradHandler(),  NormFactorGradHandler(),
+    CopyHandler(), AttentionHandler(), AttentionGradHandler(),
+    PauseHandler()};
 
 }  // namespace
 

@@ -1,14 +1,18 @@
-// The op of XLA programs that multiplies matrices, as a handler of XLA's FFI.
+// The ops of XLA programs that multiply matrices, as handlers of XLA's FFI.
 //
-// Two matrices of floats → their product, all flat and in the order of rows; or a batch
-// of each, one after the other. The attributes give the number of products, their sides
-// and which factors are stored transposed.
+// Product: two matrices of floats → their product, all flat and in the order of rows;
+// or a batch of each, one after the other. Sum: likewise, and a sum → the sum and the
+// product together, in the sum's memory.
+//
+// The attributes give the number of products, their sides and which factors are stored
+// transposed.
 
 #include "products.h"
 
 #include <algorithm>
 #include <cstdint>
 
+#include "abi.h"
 #include "parts.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -16,6 +20,8 @@ namespace xla_pp {
 namespace {
 
 namespace ffi = xla::ffi;
+
+using Floats = ffi::Buffer<ffi::F32>;
 
 Blas the_blas;
 
@@ -27,48 +33,78 @@ Factor From(Factor factor, int64_t row, int64_t column) {
   return factor;
 }
 
-// Cuts the batch, or the longer side of the result.
-ffi::Future Run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> left,
-                ffi::Buffer<ffi::F32> right, ffi::ResultBuffer<ffi::F32> result,
-                int64_t batch, int64_t rows, int64_t depth, int64_t columns,
-                int64_t is_left_turned, int64_t is_right_turned) {
+ProductFields FieldsOf(ffi::Dictionary attributes) {
+  ProductFields fields;
+  XPP_PRODUCT_FIELDS(XPP_READ_FIELD)
+  return fields;
+}
+
+// Adds the product to `kept` times the result. Cuts the batch, or the longer side of
+// the result.
+ffi::Future Compute(ffi::ThreadPool pool, const ProductFields& fields, Floats left,
+                    Floats right, float* result, float kept) {
+  const auto [batch, rows, depth, columns, is_left_turned, is_right_turned] = fields;
   const Factor first{left.typed_data(), is_left_turned ? rows : depth,
                      is_left_turned != 0};
   const Factor second{right.typed_data(), is_right_turned ? depth : columns,
                       is_right_turned != 0};
-  float* out = result->typed_data();
+  const Product whole{first, second, rows, depth, columns, 1, kept};
   const int64_t length = batch > 1 ? batch : std::max(rows, columns);
   return RunParts(pool, length, batch * rows * depth * columns, [=](Range part) {
+    Product product = whole;
+    float* out = result;
     if (batch > 1) {
       for (int64_t i = part.begin; i < part.begin + part.size; ++i) {
-        Factor left_one = first, right_one = second;
-        left_one.data += i * rows * depth;
-        right_one.data += i * depth * columns;
-        Multiply({left_one, right_one, rows, depth, columns}, out + i * rows * columns,
-                 columns);
+        product.left.data = first.data + i * rows * depth;
+        product.right.data = second.data + i * depth * columns;
+        Multiply(product, result + i * rows * columns, columns);
       }
-    } else if (rows >= columns) {
-      Multiply({From(first, part.begin, 0), second, part.size, depth, columns},
-               out + part.begin * columns, columns);
-    } else {
-      Multiply({first, From(second, 0, part.begin), rows, depth, part.size},
-               out + part.begin, columns);
+      return;
     }
+    if (rows >= columns) {
+      product.left = From(first, part.begin, 0);
+      product.rows = part.size;
+      out += part.begin * columns;
+    } else {
+      product.right = From(second, 0, part.begin);
+      product.columns = part.size;
+      out += part.begin;
+    }
+    Multiply(product, out, columns);
   });
+}
+
+ffi::Future Run(ffi::ThreadPool pool, Floats left, Floats right,
+                ffi::ResultBuffer<ffi::F32> result, ffi::Dictionary attributes) {
+  return Compute(pool, FieldsOf(attributes), left, right, result->typed_data(), 0);
+}
+
+ffi::Future RunSum(ffi::ThreadPool pool, Floats left, Floats right, Floats sum,
+                   ffi::ResultBuffer<ffi::F32> result, ffi::Dictionary attributes) {
+  float* out = result->typed_data();
+  // As the program says, they are one.
+  if (out != sum.typed_data()) {
+    std::copy_n(sum.typed_data(), sum.element_count(), out);
+  }
+  return Compute(pool, FieldsOf(attributes), left, right, out, 1);
 }
 
 XLA_FFI_DEFINE_HANDLER(kRun, Run,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::ThreadPool>()
-                           .Arg<ffi::Buffer<ffi::F32>>()
-                           .Arg<ffi::Buffer<ffi::F32>>()
-                           .Ret<ffi::Buffer<ffi::F32>>()
-                           .Attr<int64_t>("batch")
-                           .Attr<int64_t>("rows")
-                           .Attr<int64_t>("depth")
-                           .Attr<int64_t>("columns")
-                           .Attr<int64_t>("is_left_turned")
-                           .Attr<int64_t>("is_right_turned"));
+                           .Arg<Floats>()
+                           .Arg<Floats>()
+                           .Ret<Floats>()
+                           .Attrs());
+
+XLA_FFI_DEFINE_HANDLER(kRunSum, RunSum,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<Floats>()
+                           .Arg<Floats>()
+                           .Arg<Floats>()
+                           .Ret<Floats>()
+                           .Attrs());
 
 }  // namespace
 
@@ -92,5 +128,7 @@ void Multiply(const Product& product, float* result, int64_t step) {
 }
 
 XLA_FFI_Handler* ProductHandler() { return kRun; }
+
+XLA_FFI_Handler* ProductSumHandler() { return kRunSum; }
 
 }  // namespace xla_pp

@@ -44,4 +44,6 @@ void Multiply(const Product& product, float* result, int64_t step);
 
 XLA_FFI_Handler* ProductHandler();
 
+XLA_FFI_Handler* ProductSumHandler();
+
 }  // namespace xla_pp

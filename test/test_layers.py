@@ -11,7 +11,7 @@ pytestmark = pytest.mark.pure
 PACKAGE = "torch_xla_pp"
 ROOT = Path(__file__).parent.parent / PACKAGE
 LAYERS = (
-    ("errors", "env", "text", "record", "phases", "local_job"),
+    ("errors", "env", "text", "record", "phases", "local_job", "protobuf"),
     ("work", "mesh", "schedule", "timeline", "xla_compat", "dump", "accelerators"),
     ("hlo", "native", "advice"),
     ("cpu", "deferred", "transport"),

@@ -41,6 +41,7 @@ MAX_IN_FLIGHT = 24
 _REPLICATED = 0
 _MANUAL = 4
 _TYPED_FFI = 4
+_CALLED = "torch_xla_pp::call"
 _ON_HOST = {"_xla_compute_type": "host"}
 _SEED_FACTOR = 214013
 _SEED_TERM = 2531011
@@ -700,8 +701,7 @@ def custom_call(
     """
     flat = [manual(operand.reshape(-1)) for operand in operands]
     sizes = [[math.prod(shape)] for shape in shapes]
-    fields = ", ".join(f"{k} = {v} : i64" for k, v in (attributes or {}).items())
-    config = f"{{{fields}}}" if fields else ""
+    config = attributes_text(attributes or {})
     marks = _ON_HOST if env.device_kind() == "TPU" else {}
     results = _XLAC._xla_custom_call(
         flat, target, sizes, list(dtypes), False, config, _TYPED_FFI, marks
@@ -710,6 +710,32 @@ def custom_call(
         manual(manual(result).reshape(list(shape)))
         for result, shape in zip(results, shapes, strict=True)
     ]
+
+
+def attributes_text(attributes: Mapping[str, int]) -> str:
+    """Write the attributes of a call of a handler."""
+    fields = ", ".join(f"{k} = {v} : i64" for k, v in attributes.items())
+    return f"{{{fields}}}" if fields else ""
+
+
+def call_module(
+    module: bytes, operands: Sequence[Tensor], shape: Sequence[int]
+) -> Tensor:
+    """Run a module of one result in a graph, within `to_shards`.
+
+    Args:
+        module: An `HloModuleProto`; its parameters and its result are flat.
+        operands: A value for each parameter.
+        shape: That of the result.
+    """
+    flat = [manual(operand.reshape(-1)) for operand in operands]
+    (result,) = _XLAC._xla_user_computation(_CALLED, flat, _computation(module))
+    return manual(manual(result).reshape(list(shape)))
+
+
+@functools.cache
+def _computation(module: bytes) -> Any:
+    return _XLAC._xla_op_computation_from_module_proto(_CALLED, module)
 
 
 def flash_attention(

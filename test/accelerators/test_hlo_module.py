@@ -17,8 +17,8 @@ from torch_xla_pp.accelerators.hlo_module import (
     with_plain_origins,
     with_shardings,
 )
-from torch_xla_pp.accelerators.protobuf import messages, one_field, packed
 from torch_xla_pp.hlo import parse_sharding
+from torch_xla_pp.protobuf import messages, one_field, packed
 
 pytestmark = pytest.mark.pure
 

@@ -20,10 +20,10 @@ from torch_xla_pp.accelerators import (
     Slice,
 )
 from torch_xla_pp.accelerators.host_calls import num_host_calls
-from torch_xla_pp.accelerators.protobuf import one_field
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.hlo import parse_sharding
 from torch_xla_pp.native import abi, loader, notes
+from torch_xla_pp.protobuf import one_field
 from torch_xla_pp.testing import Worlds
 from torch_xla_pp.transport import Message, ShardLayout, receive_op, send_op
 

@@ -1,6 +1,6 @@
 """Small HLO programs, written by hand."""
 
-from torch_xla_pp.accelerators.protobuf import one_field, packed
+from torch_xla_pp.protobuf import one_field, packed
 
 F32 = 11
 SHARDED = (

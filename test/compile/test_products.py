@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,12 +18,12 @@ import torch_xla_pp as xpp
 from torch_xla_pp import cpu, native, xla_compat
 from torch_xla_pp.compile import Function, LibraryProducts, Program, ProgramSpec
 from torch_xla_pp.compile.lowering import Lowering
-from torch_xla_pp.cpu.products import multiply, multiply_parts
+from torch_xla_pp.cpu.products import add_product, multiply, multiply_parts
 from torch_xla_pp.testing import Worlds
 
 pytestmark = pytest.mark.worlds
 
-RULES = (LibraryProducts(multiply=multiply),)
+RULES = (LibraryProducts(multiply=multiply, add_product=add_product),)
 # The last one is cut into parts for several threads.
 SIDES = ((1, 1, 1), (3, 5, 7), (33, 64, 17), (1, 128, 300), (500, 128, 260))
 BATCHES = ((1, 3, 5, 7), (3, 4, 1, 2), (12, 33, 64, 17))
@@ -184,6 +184,98 @@ def test_stages_and_losses_of_one_device_multiply_with_the_library(
     # How many, rows, depth, columns, and whether a factor is stored turned around:
     # the forward, the loss of 4 rows by 4 targets, and the gradients of both.
     assert {"1.4.6.5.0.1", "1.4.5.4.0.1", "1.5.4.6.1.0"} <= {*found}
+
+
+def product_of(left: Tensor, right: Tensor) -> Tensor:
+    return (torch.bmm if left.dim() == 3 else torch.mm)(left, right)
+
+
+def sum_of_turned(turn: bool, total: Tensor, *factors: Tensor) -> tuple[Tensor]:
+    product = product_of(*factors)
+    if turn:
+        product = product.transpose(-1, -2)
+    return (total + product,)
+
+
+def sums_of_products(name: str) -> None:
+    with products_of(name):
+        check_sums_of_products()
+
+
+def check_sums_of_products() -> None:
+    torch.manual_seed(0)
+    sides = [((rows, depth), (depth, columns)) for rows, depth, columns in SIDES]
+    sides += [((b, rows, d), (b, d, columns)) for b, rows, d, columns in BATCHES]
+    for left, right in sides:
+        factors = torch.randn(left), torch.randn(right)
+        for turn in (False, True):
+            total = torch.randn_like(product_of(*factors))
+            total = total.transpose(-1, -2).contiguous() if turn else total
+            check_sum(functools.partial(sum_of_turned, turn), total, *factors)
+
+
+def check_sum(call: Any, *args: Tensor) -> None:
+    """Run a sum that goes into the memory of its first term, if that is donated."""
+    module = make_fx(call)(*args)
+    assert own_sums(module, args) == 1
+    names = ("total", "left", "right")
+    function = Function(name="test", module=module, inputs=names, outputs=("out",))
+    (want,) = call(*args)
+    for donated in ((), ("total",)):
+        spec = ProgramSpec(function=function, rules=RULES, donated=donated)
+        program = Program(spec)
+        for _ in range(2):
+            values = [value.to(xla_compat.device()) for value in args]
+            got = program(dict(zip(names, values, strict=True)))["out"]
+            torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-4)
+            if not donated:
+                assert torch.equal(values[0].cpu(), args[0])
+        size = 0 if donated else want.numel() * 4
+        assert program.extra.num_bytes == pytest.approx(size, abs=1 << 11)
+
+
+def own_sums(module: fx.GraphModule, args: Sequence[Tensor]) -> int:
+    """Count the products that are added to a sum in a graph."""
+    device = [value.to(xla_compat.device()) for value in args]
+    outputs = Lowering(module, "test", RULES).run(*device)
+    text = xla_compat.hlo_text(list(outputs))
+    assert '"torch_xla_pp.product.' not in text
+    return text.count('"torch_xla_pp.product_sum.')
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_product_is_added_in_the_memory_of_a_sum(worlds: Worlds, name: str) -> None:
+    worlds.run(sums_of_products, ranks=1, devices=1, args=(name,), keep_workers=True)
+
+
+def sums_beside_other_readers() -> None:
+    """Run sums of values that are read again, of other terms, and of parts."""
+    with products_of("openblas"):
+        torch.manual_seed(0)
+        total, x, y = torch.randn(4, 5), torch.randn(4, 6), torch.randn(6, 5)
+        check_others_of_sums(total, x, y)
+
+
+def check_others_of_sums(total: Tensor, x: Tensor, y: Tensor) -> None:
+    # What is read elsewhere is copied before.
+    check(lambda a, x, y: (a * 2 + (a + x @ y),), total, x, y, num_calls=0)
+    check(lambda a, x, y: ((a + x @ y) * a,), total, x, y, num_calls=0)
+    square = torch.randn(64, 64)
+    check(lambda a: (a + a @ a,), square, num_calls=0)
+    check(lambda a: (a + a @ a.t(),), square, num_calls=0)
+    # XLA adds these.
+    check(lambda a, x, y: (a * 2 + x @ y,), total, x, y, num_calls=1)
+    check(lambda a, x, y: (a[0] + x @ y,), total, x, y, num_calls=1)
+    check(lambda a, x, y: (a + x @ y,), total[:1], x, y, num_calls=1)
+    check(lambda a, x, y: (torch.add(a, x @ y, alpha=2),), total, x, y, num_calls=1)
+    check(lambda a, x, y: (a + (x @ y).relu(),), total, x, y, num_calls=1)
+    # The product is computed once, for both of its readers.
+    check(lambda a, x, y: ((p := x @ y) * (a + p),), total, x, y, num_calls=1)
+    check(lambda a, x, y: (a + x @ y,), total.double(), x, y, num_calls=1)
+
+
+def test_other_sums_are_left_as_they_are(worlds: Worlds) -> None:
+    worlds.run(sums_beside_other_readers, ranks=1, devices=1, keep_workers=True)
 
 
 def is_chosen_by(text: str) -> list[bool]:

@@ -11,10 +11,10 @@ from torch.nn.functional import mse_loss
 
 import torch_xla_pp as xpp
 from torch_xla_pp.accelerators import CHIPS, CompiledProgram, ProgramBytes
-from torch_xla_pp.accelerators.protobuf import fields_of, integers, messages
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.fitting import compile_work
 from torch_xla_pp.planner import MeasuredCosts, make_plan
+from torch_xla_pp.protobuf import fields_of, integers, messages
 from torch_xla_pp.testing import Worlds
 from torch_xla_pp.work import WorkGraph
 

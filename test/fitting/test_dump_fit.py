@@ -13,9 +13,9 @@ from torch_xla_pp.accelerators import (
     ProgramBytes,
     Slice,
 )
-from torch_xla_pp.accelerators.protobuf import messages, one_field
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.fitting import DumpFit, fit_dump
+from torch_xla_pp.protobuf import messages, one_field
 
 pytestmark = pytest.mark.xla
 

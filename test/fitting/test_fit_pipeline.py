@@ -18,12 +18,12 @@ from torch_xla_pp.accelerators import (
     CompilerLibrary,
     Slice,
 )
-from torch_xla_pp.accelerators.protobuf import fields_of, messages
 from torch_xla_pp.compile import AbstractValue, Program
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.fitting import StageFit
 from torch_xla_pp.hlo import REPLICATED
 from torch_xla_pp.mesh import presets
+from torch_xla_pp.protobuf import fields_of, messages
 from torch_xla_pp.schedule import gpipe, one_f_one_b, zb1p
 
 pytestmark = pytest.mark.xla

@@ -12,8 +12,8 @@ from torch_xla_pp.accelerators.compiled_program import CompiledProgram
 from torch_xla_pp.accelerators.hlo_module import CompiledModule
 from torch_xla_pp.accelerators.host_calls import HostCalls, num_host_calls
 from torch_xla_pp.accelerators.plugin import PjrtPlugin, PluginError
-from torch_xla_pp.accelerators.protobuf import messages, one_field, varint
 from torch_xla_pp.accelerators.topologies import Slice
+from torch_xla_pp.protobuf import messages, one_field, varint
 
 _ANY_DEVICE = -1
 

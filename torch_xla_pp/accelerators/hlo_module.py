@@ -13,7 +13,7 @@ from torch_xla_pp.accelerators.compiled_program import (
     DeviceCollective,
     DeviceLayout,
 )
-from torch_xla_pp.accelerators.protobuf import (
+from torch_xla_pp.protobuf import (
     WireValue,
     fields_of,
     integers,

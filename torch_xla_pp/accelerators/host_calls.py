@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_xla_pp.accelerators.plugin import PjrtPlugin
-from torch_xla_pp.accelerators.protobuf import fields_of, messages
+from torch_xla_pp.protobuf import fields_of, messages
 
 # Fields of HloModuleProto, HloComputationProto and HloInstructionProto.
 _COMPUTATIONS, _INSTRUCTIONS, _OPCODE, _THREAD = 3, 2, 2, 79

@@ -416,9 +416,12 @@ class _Piece:
         results: Mapping[str, fx.Node],
         sums: Mapping[str, fx.Node] | None = None,
     ) -> Function:
-        """Close the graph; it returns copies of `results`, and `sums`."""
-        outputs = {key: self._copy(node) for key, node in results.items()}
-        outputs.update(sums or {})
+        """Close the graph; it returns `sums`, and copies of `results`.
+
+        XLA gives donated memory to results of its size, first to first: a result before
+        the sums would take that of a sum, which had to be copied.
+        """
+        outputs = {**(sums or {}), **{n: self._copy(r) for n, r in results.items()}}
         self._graph.output(tuple(outputs.values()))
         return Function(
             name=name,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from torch_xla_pp import xla_compat
+from torch_xla_pp import cpu, xla_compat
 from torch_xla_pp.compile.axis_places import AxisPlaces
 from torch_xla_pp.compile.group_sums.row_groups import RowGroups
 from torch_xla_pp.compile.ops import is_transpose, views
@@ -34,40 +34,87 @@ from torch_xla_pp.mesh import LogicalAxes, Partition
 
 _aten = torch.ops.aten
 _MERGES = views("view")
+_PRODUCTS = (_aten.mm.default, _aten.bmm.default)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LibraryProducts:
     """The rule by which a library multiplies matrices.
 
+    A product that is added to an input goes into the memory of that one: so a backward
+    adds up gradients of weights, whose sums are donated to it.
+
     Args:
         multiply: Takes two matrices, or batches of them, as they are stored and whether
             each is transposed; returns None for what it cannot multiply.
+        add_product: Likewise, with a value before them to which it adds the product.
     """
 
-    multiply: Callable[[Tensor, Tensor, bool, bool], Tensor | None]
+    multiply: cpu.Product
+    add_product: cpu.ProductSum
 
     def __call__(
         self, node: fx.Node, values: Mapping[fx.Node, Any], _: object, /
     ) -> Tensor | None:
-        """Run `mm`, `bmm` and `addmm`."""
-        if node.target in (_aten.mm.default, _aten.bmm.default):
-            return self._product(values, *node.args)
+        """Run `mm`, `bmm`, `addmm`, and `add` of an input and a product."""
+        if node.target in _PRODUCTS:
+            return self.multiply(*_Factors.of(node, values))
         if node.target is _aten.addmm.default and not node.kwargs:
             bias: Any = node.args[0]
-            product = self._product(values, *node.args[1:])
+            product = self.multiply(*_Factors.of(node, values))
             return None if product is None else product + values[bias]
+        if node.target is _aten.add.Tensor and not node.kwargs:
+            return self._sum(node, values)
         return None
 
-    def _product(
-        self, values: Mapping[fx.Node, Any], left: Any, right: Any
-    ) -> Tensor | None:
-        count = values[left].dim()
-        left, is_left_turned = _stored(left, count)
-        right, is_right_turned = _stored(right, count)
-        return self.multiply(
-            values[left], values[right], is_left_turned, is_right_turned
+    def _sum(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor | None:
+        total, term = node.args[:2]
+        if not isinstance(total, fx.Node) or not isinstance(term, fx.Node):
+            return None
+        if total.op != "placeholder" or values[total].shape != values[term].shape:
+            return None
+        product, is_turned = _stored(term, values[term].dim())
+        if product.target not in _PRODUCTS or not _is_read_once(term, product):
+            return None
+        factors = _Factors.of(product, values)
+        if is_turned:
+            factors = factors.turned
+        return self.add_product(values[total], *factors)
+
+
+class _Factors(NamedTuple):
+    """The factors of a product as they are stored, and whether each is transposed."""
+
+    left: Tensor
+    right: Tensor
+    is_left_turned: bool
+    is_right_turned: bool
+
+    @classmethod
+    def of(cls, node: fx.Node, values: Mapping[fx.Node, Any]) -> "_Factors":
+        """Return the factors of a node, its last two operands."""
+        count = values[node.args[-1]].dim()  # type: ignore[index]
+        (left, is_left_turned), (right, is_right_turned) = (
+            _stored(factor, count)  # type: ignore[arg-type]
+            for factor in node.args[-2:]
         )
+        return cls(values[left], values[right], is_left_turned, is_right_turned)
+
+    @property
+    def turned(self) -> "_Factors":
+        """Return the factors of the transposed product."""
+        return _Factors(
+            self.right, self.left, not self.is_right_turned, not self.is_left_turned
+        )
+
+
+def _is_read_once(node: fx.Node, source: fx.Node) -> bool:
+    """Return whether `source` is read for `node` alone, and `node` once."""
+    while len(node.users) == 1:
+        if node is source:
+            return True
+        node = node.all_input_nodes[0]
+    return False
 
 
 def _stored(node: fx.Node, count: int) -> tuple[fx.Node, bool]:

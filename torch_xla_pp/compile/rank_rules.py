@@ -50,10 +50,14 @@ def library_rules() -> tuple[LoweringRule, ...]:
     if env.device_kind() != "CPU":
         return ()
     multiply = _library_product()
-    products = () if multiply is None else (LibraryProducts(multiply=multiply),)
+    products = () if multiply is None else (_products(multiply),)
     own = (run_norms, run_on_rows, copy_views) if cpu.has_own_ops() else ()
     attention = (run_attention,) if cpu.has_attention() else ()
     return (*attention, *own, *products)
+
+
+def _products(multiply: cpu.Product) -> LibraryProducts:
+    return LibraryProducts(multiply=multiply, add_product=cpu.add_product)
 
 
 def _sharded_products(world: World) -> ShardedProducts | None:

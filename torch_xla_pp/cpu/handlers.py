@@ -5,12 +5,13 @@ import functools
 import logging
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from torch_xla_pp import env, native, xla_compat
+from torch_xla_pp.hlo import in_place_call
 
 _OPS = "torch_xla_pp."
 _logger = logging.getLogger(__name__)
@@ -90,10 +91,36 @@ def call_on_parts(
         fields: Its attributes.
         others: What tells calls apart whose whole results differ, but not the fields.
     """
-    target = ".".join([_OPS + op, *map(str, [*fields.values(), *others])])
-    native.register_target(target, op)
+    target = _registered(op, [*fields.values(), *others])
     dtypes = [torch.float32] * len(shapes)
     return xla_compat.custom_call(target, parts, shapes, dtypes, fields)
+
+
+def call_in_place(
+    op: "native.Op", values: Sequence[Tensor], fields: Mapping[str, int]
+) -> Tensor:
+    """Call one of the library's ops whose result takes the memory of the last operand.
+
+    Args:
+        op: Which one; its operands and its result are float32.
+        values: The operands; the last one has the shape of the result.
+        fields: Its attributes, which say the sizes of all operands.
+    """
+    whole = xla_compat.replicated_sharding()
+    parts = [xla_compat.to_shards(value, whole) for value in values]
+    shape = list(values[-1].shape)
+    target = _registered(op, [*fields.values(), *shape])
+    config = xla_compat.attributes_text(fields)
+    module = in_place_call(target, [value.numel() for value in values], config)
+    result = xla_compat.call_module(module, parts, shape)
+    return xla_compat.from_shards(result, whole, shape, torch.float32)
+
+
+def _registered(op: "native.Op", numbers: Iterable[int | str]) -> str:
+    """Return a name for calls of an op with these numbers, which is registered."""
+    target = ".".join([_OPS + op, *map(str, numbers)])
+    native.register_target(target, op)
+    return target
 
 
 def bits_of(number: float) -> int:

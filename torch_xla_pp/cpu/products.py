@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torch_xla_pp import env, xla_compat
 from torch_xla_pp.cpu.blas import find_blas
-from torch_xla_pp.cpu.handlers import call_on_parts, find_handlers
+from torch_xla_pp.cpu.handlers import call_in_place, call_on_parts, find_handlers
 
 Product: TypeAlias = Callable[[Tensor, Tensor, bool, bool], Tensor | None]
 """A product of two matrices, given as they are stored and whether each is transposed.
@@ -29,6 +29,9 @@ Product: TypeAlias = Callable[[Tensor, Tensor, bool, bool], Tensor | None]
 Both may be batches of matrices, with the number of them in front. It returns None for
 what it cannot multiply.
 """
+
+ProductSum: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor | None]
+"""A sum of a value and a product, given as for `Product`; in the value's memory."""
 
 
 class ProductSides(NamedTuple):
@@ -99,22 +102,28 @@ def multiply(
     left: Tensor, right: Tensor, is_left_turned: bool, is_right_turned: bool
 ) -> Tensor | None:
     """Multiply matrices that are stored as they are or transposed."""
-    batch = left.shape[:-2]
-    sides = ProductSides(
-        batch=math.prod(batch),
-        rows=left.shape[-1 if is_left_turned else -2],
-        depth=left.shape[-2 if is_left_turned else -1],
-        columns=right.shape[-2 if is_right_turned else -1],
-        is_left_turned=is_left_turned,
-        is_right_turned=is_right_turned,
-    )
+    sides = _sides(left, right, is_left_turned, is_right_turned)
     if not _is_taken(left, right, sides):
         return None
     whole = xla_compat.replicated_sharding()
     factors = [xla_compat.to_shards(factor, whole) for factor in (left, right)]
-    shape = (*batch, sides.rows, sides.columns)
+    shape = (*left.shape[:-2], sides.rows, sides.columns)
     (result,) = call_on_parts("product", factors, [shape], _fields(sides))
     return xla_compat.from_shards(result, whole, shape, torch.float32)
+
+
+def add_product(
+    total: Tensor,
+    left: Tensor,
+    right: Tensor,
+    is_left_turned: bool,
+    is_right_turned: bool,
+) -> Tensor | None:
+    """Return `total` plus the product of matrices, see `multiply`, in its memory."""
+    sides = _sides(left, right, is_left_turned, is_right_turned)
+    if not _is_taken(left, right, sides) or total.dtype != torch.float32:
+        return None
+    return call_in_place("product_sum", [left, right, total], _fields(sides))
 
 
 def multiply_parts(
@@ -125,6 +134,19 @@ def multiply_parts(
         return None
     others = [whole] if whole else []
     return call_on_parts("product", [left, right], [shape], _fields(sides), others)[0]
+
+
+def _sides(
+    left: Tensor, right: Tensor, is_left_turned: bool, is_right_turned: bool
+) -> ProductSides:
+    return ProductSides(
+        batch=math.prod(left.shape[:-2]),
+        rows=left.shape[-1 if is_left_turned else -2],
+        depth=left.shape[-2 if is_left_turned else -1],
+        columns=right.shape[-2 if is_right_turned else -1],
+        is_left_turned=is_left_turned,
+        is_right_turned=is_right_turned,
+    )
 
 
 def _is_taken(left: Tensor, right: Tensor, sides: ProductSides) -> bool:

@@ -1,6 +1,7 @@
-"""Readers of XLA's own texts: shardings, collectives, products."""
+"""XLA's own forms: shardings, collectives and products are read, calls written."""
 
 from torch_xla_pp.hlo.collectives import Collective, axes_of_groups, collectives_of
+from torch_xla_pp.hlo.in_place_call import in_place_call
 from torch_xla_pp.hlo.product_flops import product_flops
 from torch_xla_pp.hlo.sharding import (
     REPLICATED,
@@ -15,6 +16,7 @@ __all__ = [
     "REPLICATED",
     "axes_of_groups",
     "collectives_of",
+    "in_place_call",
     "parse_sharding",
     "product_flops",
     "stacked",

@@ -17,6 +17,7 @@ Op = Literal[
     "begin",
     "end",
     "product",
+    "product_sum",
     "sum",
     "softmax",
     "softmax_grad",

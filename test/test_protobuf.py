@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_xla_pp.accelerators.protobuf import (
+from torch_xla_pp.protobuf import (
     fields_of,
     integers,
     messages,
