@@ -168,7 +168,8 @@ class World:
     def place(self, tensor: Tensor, partition: Partition) -> Tensor:
         """Return `tensor` as device data, sharded as `partition`."""
         value = self.pin(tensor, partition)
-        xla_compat.materialize([value])
+        if any(xla_compat.are_pending([value])):
+            xla_compat.materialize([value])
         return value
 
     def upload(self, value: Tensor, partition: Partition) -> Tensor:
