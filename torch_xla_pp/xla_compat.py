@@ -718,19 +718,15 @@ def attributes_text(attributes: Mapping[str, int]) -> str:
     return f"{{{fields}}}" if fields else ""
 
 
-def call_module(
-    module: bytes, operands: Sequence[Tensor], shape: Sequence[int]
-) -> Tensor:
-    """Run a module of one result in a graph, within `to_shards`.
+def call_module(module: bytes, operands: Sequence[Tensor]) -> list[Tensor]:
+    """Run a module in a graph for one device.
 
     Args:
-        module: An `HloModuleProto`; its parameters and its result are flat.
-        operands: A value for each parameter.
-        shape: That of the result.
+        module: An `HloModuleProto`.
+        operands: A value for each of its parameters.
     """
-    flat = [manual(operand.reshape(-1)) for operand in operands]
-    (result,) = _XLAC._xla_user_computation(_CALLED, flat, _computation(module))
-    return manual(manual(result).reshape(list(shape)))
+    given = list(operands)
+    return list(_XLAC._xla_user_computation(_CALLED, given, _computation(module)))
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_xla_pp import env, native, xla_compat
-from torch_xla_pp.hlo import in_place_call
+from torch_xla_pp.hlo import CallShape, written_call
 
 _OPS = "torch_xla_pp."
 _logger = logging.getLogger(__name__)
@@ -56,23 +56,30 @@ def call_handler(
     values: Sequence[Tensor],
     shapes: Sequence[Sequence[int]],
     fields: Mapping[str, int],
+    *,
+    is_in_place: bool = False,
 ) -> list[Tensor]:
     """Call one of the library's ops in a program for one device.
 
     Args:
-        op: Which one; its operands and results are float32.
+        op: Which one; its operands are float32 or bool, its results float32.
         values: The operands.
         shapes: Those of the results.
         fields: Its attributes, which say the sizes of all operands.
+        is_in_place: Whether the only result takes the memory of the last operand.
     """
-    whole = xla_compat.replicated_sharding()
-    parts = [xla_compat.to_shards(value, whole) for value in values]
-    sizes = [size for shape in shapes for size in shape]
-    results = call_on_parts(op, parts, shapes, fields, sizes)
-    return [
-        xla_compat.from_shards(result, whole, list(shape), torch.float32)
-        for result, shape in zip(results, shapes, strict=True)
-    ]
+    module = written_call(
+        _registered(op, fields.values()),
+        [_call_shape(value.shape, value.dtype) for value in values],
+        [_call_shape(shape, torch.float32) for shape in shapes],
+        xla_compat.attributes_text(fields),
+        is_in_place=is_in_place,
+    )
+    return xla_compat.call_module(module, values)
+
+
+def _call_shape(shape: Sequence[int], dtype: torch.dtype) -> CallShape:
+    return CallShape(str(dtype).removeprefix("torch."), tuple(shape))
 
 
 def call_on_parts(
@@ -94,26 +101,6 @@ def call_on_parts(
     target = _registered(op, [*fields.values(), *others])
     dtypes = [torch.float32] * len(shapes)
     return xla_compat.custom_call(target, parts, shapes, dtypes, fields)
-
-
-def call_in_place(
-    op: "native.Op", values: Sequence[Tensor], fields: Mapping[str, int]
-) -> Tensor:
-    """Call one of the library's ops whose result takes the memory of the last operand.
-
-    Args:
-        op: Which one; its operands and its result are float32.
-        values: The operands; the last one has the shape of the result.
-        fields: Its attributes, which say the sizes of all operands.
-    """
-    whole = xla_compat.replicated_sharding()
-    parts = [xla_compat.to_shards(value, whole) for value in values]
-    shape = list(values[-1].shape)
-    target = _registered(op, [*fields.values(), *shape])
-    config = xla_compat.attributes_text(fields)
-    module = in_place_call(target, [value.numel() for value in values], config)
-    result = xla_compat.call_module(module, parts, shape)
-    return xla_compat.from_shards(result, whole, shape, torch.float32)
 
 
 def _registered(op: "native.Op", numbers: Iterable[int | str]) -> str:

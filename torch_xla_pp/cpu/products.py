@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torch_xla_pp import env, xla_compat
 from torch_xla_pp.cpu.blas import find_blas
-from torch_xla_pp.cpu.handlers import call_in_place, call_on_parts, find_handlers
+from torch_xla_pp.cpu.handlers import call_handler, call_on_parts, find_handlers
 
 Product: TypeAlias = Callable[[Tensor, Tensor, bool, bool], Tensor | None]
 """A product of two matrices, given as they are stored and whether each is transposed.
@@ -105,11 +105,8 @@ def multiply(
     sides = _sides(left, right, is_left_turned, is_right_turned)
     if not _is_taken(left, right, sides):
         return None
-    whole = xla_compat.replicated_sharding()
-    factors = [xla_compat.to_shards(factor, whole) for factor in (left, right)]
     shape = (*left.shape[:-2], sides.rows, sides.columns)
-    (result,) = call_on_parts("product", factors, [shape], _fields(sides))
-    return xla_compat.from_shards(result, whole, shape, torch.float32)
+    return call_handler("product", [left, right], [shape], _fields(sides))[0]
 
 
 def add_product(
@@ -123,7 +120,10 @@ def add_product(
     sides = _sides(left, right, is_left_turned, is_right_turned)
     if not _is_taken(left, right, sides) or total.dtype != torch.float32:
         return None
-    return call_in_place("product_sum", [left, right, total], _fields(sides))
+    given, shapes = [left, right, total], [total.shape]
+    return call_handler("product_sum", given, shapes, _fields(sides), is_in_place=True)[
+        0
+    ]
 
 
 def multiply_parts(

@@ -1,7 +1,6 @@
 """XLA's own forms: shardings, collectives and products are read, calls written."""
 
 from torch_xla_pp.hlo.collectives import Collective, axes_of_groups, collectives_of
-from torch_xla_pp.hlo.in_place_call import in_place_call
 from torch_xla_pp.hlo.product_flops import product_flops
 from torch_xla_pp.hlo.sharding import (
     REPLICATED,
@@ -9,14 +8,16 @@ from torch_xla_pp.hlo.sharding import (
     parse_sharding,
     stacked,
 )
+from torch_xla_pp.hlo.written_call import CallShape, written_call
 
 __all__ = [
+    "CallShape",
     "Collective",
     "OpShardingArgs",
     "REPLICATED",
     "axes_of_groups",
     "collectives_of",
-    "in_place_call",
+    "written_call",
     "parse_sharding",
     "product_flops",
     "stacked",

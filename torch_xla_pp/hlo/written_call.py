@@ -1,11 +1,12 @@
-"""Write a call whose result takes the memory of an operand.
+"""Write a call of a handler, with all that XLA knows of one.
 
 Numbers of fields are those of xla/service/hlo.proto and xla/xla_data.proto of OpenXLA.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from torch_xla_pp.protobuf import WireValue, one_field
+from torch_xla_pp.protobuf import WireValue, one_field, packed
 
 _Field = tuple[int, WireValue]
 
@@ -14,52 +15,78 @@ _NAME, _ENTRY_NAME, _COMPUTATIONS, _SIGNATURE, _ENTRY = 1, 2, 3, 4, 6
 _INSTRUCTIONS, _ID, _ROOT = 2, 5, 6
 # HloInstructionProto.
 _OPCODE, _SHAPE, _PARAMETER_NUMBER, _TARGET, _OWN_ID, _OPERANDS = 2, 3, 9, 28, 35, 36
-_CONFIG, _ALIASES, _API = 43, 74, 77
+_CONFIG, _IS_LAID_OUT, _LAYOUTS, _ALIASES, _API = 43, 56, 57, 74, 77
 # OutputOperandAliasing.
 _ALIASED_OPERAND = 2
 # ProgramShapeProto.
 _PARAMETERS, _RESULT, _PARAMETER_NAMES = 1, 2, 3
 # ShapeProto, and LayoutProto.
-_ELEMENT_TYPE, _DIMENSIONS, _LAYOUT, _ORDER = 2, 3, 5, 1
-_FLOAT32, _TYPED_FFI = 11, 4
+_ELEMENT_TYPE, _DIMENSIONS, _TUPLE_SHAPES, _LAYOUT, _ORDER = 2, 3, 4, 5, 1
+_TYPES = {"bool": 1, "float32": 11}
+_TUPLE, _TYPED_FFI = 13, 4
 
 
-def in_place_call(target: str, sizes: Sequence[int], config: str) -> bytes:
+class CallShape(NamedTuple):
+    """The shape of an operand or a result of a call.
+
+    Attributes:
+        dtype: "float32" or "bool".
+        sizes: Its dimensions.
+    """
+
+    dtype: str
+    sizes: tuple[int, ...]
+
+
+def written_call(
+    target: str,
+    operands: Sequence[CallShape],
+    results: Sequence[CallShape],
+    config: str,
+    *,
+    is_in_place: bool = False,
+) -> bytes:
     """Return an `HloModuleProto` that calls a handler of XLA's typed FFI.
 
-    The result has the size of the last operand and takes its memory, which XLA copies
-    before if another operation reads it later.
+    Operands and results are in the order of rows.
 
     Args:
         target: The name that the handler is registered for.
-        sizes: How many numbers of float32 each operand has; all are flat.
+        operands: What it takes.
+        results: What it returns.
         config: The handler's attributes, as MLIR writes a dictionary.
+        is_in_place: Whether the only result takes the memory of the last operand, which
+            XLA copies before if another operation reads it later.
     """
-    shapes = [*map(_shape, sizes)]
-    places, last = range(len(sizes)), len(sizes) - 1
+    shapes = [*map(_shape, operands)]
+    result = _result([*map(_shape, results)])
+    places = range(len(operands))
     # XLA keeps what is before the dot of a name.
     names = [f"operand.{place}".encode() for place in places]
-    name = b"in_place.0"
+    name = b"handler.0"
     signature = _message(
         *((_PARAMETERS, shape) for shape in shapes),
-        (_RESULT, shapes[last]),
+        (_RESULT, result),
         *((_PARAMETER_NAMES, operand) for operand in names),
     )
     # Instructions and computations are numbered together.
-    root, entry = len(sizes), len(sizes) + 1
+    root, entry = len(operands), len(operands) + 1
     parameters = [
         _instruction(names[i], b"parameter", shapes[i], i, (_PARAMETER_NUMBER, i))
         for i in places
     ]
+    aliased = [(_ALIASES, one_field(_ALIASED_OPERAND, root - 1))] if is_in_place else []
     call = _instruction(
         b"call.0",
         b"custom-call",
-        shapes[last],
+        result,
         root,
         (_TARGET, target.encode()),
         *((_OPERANDS, place) for place in places),
         (_CONFIG, config.encode()),
-        (_ALIASES, one_field(_ALIASED_OPERAND, last)),
+        (_IS_LAID_OUT, 1),
+        *((_LAYOUTS, shape) for shape in shapes),
+        *aliased,
         (_API, _TYPED_FFI),
     )
     computation = _message(
@@ -78,12 +105,20 @@ def in_place_call(target: str, sizes: Sequence[int], config: str) -> bytes:
     )
 
 
-def _shape(size: int) -> bytes:
+def _shape(shape: CallShape) -> bytes:
+    order = packed([*reversed(range(len(shape.sizes)))])
     return _message(
-        (_ELEMENT_TYPE, _FLOAT32),
-        (_DIMENSIONS, size),
-        (_LAYOUT, one_field(_ORDER, 0)),
+        (_ELEMENT_TYPE, _TYPES[shape.dtype]),
+        (_DIMENSIONS, packed(shape.sizes)),
+        (_LAYOUT, one_field(_ORDER, order)),
     )
+
+
+def _result(shapes: Sequence[bytes]) -> bytes:
+    if len(shapes) == 1:
+        return shapes[0]
+    parts = ((_TUPLE_SHAPES, shape) for shape in shapes)
+    return _message((_ELEMENT_TYPE, _TUPLE), *parts)
 
 
 def _instruction(
