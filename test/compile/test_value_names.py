@@ -86,6 +86,7 @@ def test_the_table_lists_every_name_that_the_file_makes() -> None:
         names.captured_scalar("SLOT"),  # type: ignore[arg-type]
         names.TOKEN,
         names.output_name("INDEX"),  # type: ignore[arg-type]
+        names.of_loss("NAME"),
     ]
     assert sorted(NAMED) == sorted(made)
 

@@ -48,6 +48,23 @@ def test_a_rank_may_have_one_device(worlds: Worlds, schedule: str) -> None:
     check(worlds.run(train, ranks=2, devices=1, args=(job,)))
 
 
+@pytest.mark.parametrize("transport", ["", "host"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_backward_may_be_one_program_with_its_forward(
+    worlds: Worlds, schedule: str, transport: str
+) -> None:
+    job = Job(
+        schedule=schedule, frontend="manual", transport=transport, takes_outputs=False
+    )
+    reports = worlds.run(train, ranks=2, devices=1, args=(job,))
+    check(reports)
+    # Where the last stage has both right after each other, for all microbatches.
+    is_one = schedule in ("1F1B", "Interleaved1F1B")
+    programs = set().union(*(report.programs for report in reports))
+    assert is_one == ("forward and backward" in programs)
+    assert is_one != ("backward" in programs or "backward input" in programs)
+
+
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble", "DualPipeV"])
 def test_stages_may_send_through_the_host(worlds: Worlds, schedule: str) -> None:
     job = Job(schedule=schedule, frontend="manual", devices=2, transport="host")

@@ -124,6 +124,7 @@ class Job:
     inputs_on_device: bool = True
     eval_first: bool = True
     evaluates: bool = True
+    takes_outputs: bool = True
     scale_grads: bool = True
     sharding: Any = None
     axes: tuple[str, ...] = ("data",)
@@ -167,6 +168,7 @@ class Report:
     tied: list[Tensor] = field(default_factory=list)
     values: dict[str, Tensor] = field(default_factory=dict)
     explanation: Any = None
+    programs: set[str] = field(default_factory=set)
 
     def compare(self, what: str, got: Tensor, expected: Tensor) -> None:
         """Keep the largest difference, relative to the largest value."""
@@ -253,8 +255,14 @@ def make_schedule(job: Job, stages: list[Any]) -> Any:
 
 
 def run_step(job: Job, schedule: Any, stages: list[Any], x: Tensor, y: Tensor) -> Any:
-    """Call `step` or `eval` as a training script does."""
-    return _call(job, schedule.step, stages, x, y)
+    """Call `step` as a training script does."""
+    if job.takes_outputs:
+        return _call(job, schedule.step, stages, x, y)
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        schedule.step(*args, **kwargs)
+
+    return _call(job, step, stages, x, y)
 
 
 def _call(job: Job, call: Any, stages: list[Any], x: Tensor, y: Tensor) -> Any:
@@ -347,6 +355,8 @@ def train_joined(job: Job) -> Report:
             for name, parameter in stage.submod.named_parameters():
                 report.compare("parameters", parameter, named[name])
     report.explanation = stages[0].explain()
+    last = [stage.explain() for stage in stages if stage.is_last]
+    report.programs = {p.name for found in last for p in found.programs}
     report.tied = [
         stage.submod.get_parameter(name).detach().cpu()
         for stage in stages

@@ -12,6 +12,7 @@ _WHEN: Mapping[str, str] = {
     "forward": "F",
     "loss": "F",
     "backward": "B",
+    "forward and backward": "B",
     "backward input": "I",
     "backward weight": "W",
 }

@@ -5,6 +5,7 @@ program, without a gradient.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.names import (
     buffer_role,
     input_role,
+    of_loss,
     parameter_role,
     tangent,
 )
-from torch_xla_pp.compile.partition import value_and_grads
+from torch_xla_pp.compile.partition import Function, value_and_grads
 from torch_xla_pp.compile.program import Constants, Program
 from torch_xla_pp.compile.program_spec import ProgramSpec
 from torch_xla_pp.errors import PipelineError
@@ -151,6 +153,8 @@ class LossProgram:
         self._program = Program(
             ProgramSpec(function=piece, pins=pins, checked=names, rules=rules)
         )
+        self._num_outputs = output.num_slots
+        self._is_random = joint.num_random > 0
         self.dtype = joint.example_outputs[0][0].dtype
 
     @property
@@ -189,8 +193,62 @@ class LossProgram:
         values = {input_role(i): value for i, value in enumerate(inputs)}
         values |= {_SCALE: scale, **marks}
         values |= self._program({**self._constants.values(), **values})
-        loss, metrics = self._template.fill([values[name] for name in self._values])
+        loss, metrics = self.filled([values[name] for name in self._values])
         return loss, {i: values[n] for i, n in self._grads.items()}, metrics
+
+    def filled(self, results: Sequence[Tensor]) -> tuple[Tensor, Any]:
+        """Return the loss and the metrics that are made of the first results."""
+        loss, metrics = self._template.fill(results)
+        return loss, metrics
+
+    # As a part of another program.
+
+    @property
+    def is_joinable(self) -> bool:
+        """Return whether it can be a part of a program.
+
+        It draws no random numbers, as the program draws those of the stage, and it
+        computes each gradient.
+        """
+        names = [*self._grads.values()]
+        is_computed = {*names} <= {*self._program.outputs} and len({*names}) == len(
+            names
+        )
+        return is_computed and not self._is_random
+
+    @property
+    def num_results(self) -> int:
+        """Return how many results are the loss and metrics, the first ones."""
+        return len(self._values)
+
+    def function_of(self, outputs: Sequence[str]) -> Function:
+        """Return its function, with names among those of a stage.
+
+        Args:
+            outputs: Names of the stage's outputs. The gradients that it returns have
+                the names that the stage's backward reads them by.
+        """
+        function = self._program.spec.function
+        named = {input_role(i): name for i, name in enumerate(outputs)}
+        named |= {name: tangent(i) for i, name in self._grads.items()}
+        return replace(
+            function,
+            inputs=tuple(named.get(n, of_loss(n)) for n in function.inputs),
+            outputs=tuple(named.get(n, of_loss(n)) for n in function.outputs),
+        )
+
+    def operands(self, others: Sequence[Tensor], scale: Tensor) -> dict[str, Tensor]:
+        """Return the operands of that function by name, but for the outputs.
+
+        Args:
+            others: The target and what follows it, on the device.
+            scale: As in a call.
+        """
+        values = {**self._constants.values(), _SCALE: scale}
+        values |= {
+            input_role(i): value for i, value in enumerate(others, self._num_outputs)
+        }
+        return {of_loss(name): value for name, value in values.items()}
 
 
 def _check(joint: JointGraph) -> None:

@@ -45,6 +45,9 @@ Name                     Made by                      Read by
 `token`                  programs with operations     nobody: it keeps these alive
                          that have effects
 `output:INDEX`           the forward                  the schedule and the loss
+`loss:NAME`              the value `NAME` of a loss,  that program
+                         where forward, loss and
+                         backward are one program
 ======================== ============================ ================================
 
 `NAME` is that of a parameter or buffer in the stage's module.
@@ -137,6 +140,11 @@ def tangent_part(index: int, stage: int) -> str:
 def output_name(index: int) -> str:
     """Return the name under which an output of the stage is kept."""
     return f"output:{index}"
+
+
+def of_loss(name: str) -> str:
+    """Return the name that a value of a loss has among those of a stage."""
+    return f"loss:{name}"
 
 
 def accumulator(role: str) -> str:

@@ -80,6 +80,18 @@ class Function:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
+    @property
+    def graph(self) -> fx.Graph:
+        """Return the graph, where the module is one."""
+        assert isinstance(self.module, fx.GraphModule)
+        return self.module.graph
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """Return the node of each output, likewise."""
+        (found,) = self.graph.output_node().args
+        return found  # type: ignore[return-value]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageFunctions:

@@ -89,6 +89,7 @@ class StageSource(Generic[LinksT]):
         remat: Which forward values the backward computes again.
         is_last: Whether no stage comes after this one.
         is_recycling: See `StagePrograms`.
+        most_joined: See there.
         expected_outputs: Texts of what the outputs must look like, None if anything
             goes.
     """
@@ -101,6 +102,7 @@ class StageSource(Generic[LinksT]):
     remat: Remat
     is_last: bool
     is_recycling: bool = False
+    most_joined: int = 0
     expected_outputs: tuple[str, ...] | None = None
 
 
@@ -195,6 +197,7 @@ class StageCompiler(Generic[LinksT]):
             used=source.fixed.used_shardings(),
             grouping=grouping_of(world, plan.inputs, made, source.fixed.layouts()),
             is_recycling=source.is_recycling,
+            most_joined=source.most_joined if source.is_last else 0,
         )
         without_gradients = tuple(
             index

@@ -47,6 +47,20 @@ class RowWeights(NamedTuple):
     reduction: str
 
 
+class PreparedLoss(NamedTuple):
+    """A compiled loss, and its operands for one microbatch but for the outputs.
+
+    Attributes:
+        program: The loss.
+        others: The target, and the weights of rows if there are some, on the device.
+        scale: What the gradient is multiplied by, likewise.
+    """
+
+    program: LossProgram
+    others: list[Tensor]
+    scale: Tensor
+
+
 class StageLoss:
     """A loss function on the outputs of the last stage.
 
@@ -150,11 +164,46 @@ class StageLoss:
             StageShapeError: The target is not like that of the first microbatch.
         """
         self.extra = xla_compat.ExtraBytes()
+        template, outputs = Template.of(output)
+        known = self.prepare(template, specs, target, rows, microbatch)
+        if known is None:
+            is_one = isinstance(target, Tensor)
+            weights = self._weights_of(microbatch, rows) if is_one else []
+            return self._run_eagerly(microbatch, output, target, *weights), None
+        leaves = [value.detach() for value in outputs]
+        program = known.program
+        loss, grads, metrics = program([*leaves, *known.others], known.scale, marks)
+        self.extra = program.extra
+        self.keep(microbatch, loss, metrics)
+        return loss, grads
+
+    def prepare(
+        self,
+        template: Template,
+        specs: Sequence[TensorSpec],
+        target: Any,
+        rows: int,
+        microbatch: int,
+    ) -> PreparedLoss | None:
+        """Return the program for the loss of a microbatch, with its operands.
+
+        Args:
+            template: How the stage's outputs are put together.
+            specs: As in a call, as are the others.
+            target: See there.
+            rows: See there.
+            microbatch: See there.
+
+        Returns:
+            The program, None if the loss is computed eagerly.
+
+        Raises:
+            StageShapeError: See there.
+        """
         if not isinstance(target, Tensor):
-            return self._run_eagerly(microbatch, output, target), None
+            return None
         self._check_shape(target)
         weights = self._weights_of(microbatch, rows)
-        template, outputs = Template.of(output)
         partition = self._world.layout.batch_partition(tuple(target.shape), rows)
         wanted = (*specs, TensorSpec.of(target, partition, False))
         wanted += tuple(TensorSpec.of(value, (None,), False) for value in weights)
@@ -163,15 +212,10 @@ class StageLoss:
             self._programs[key] = self._compile(key)
         program = self._programs[key]
         if program is None:
-            return self._run_eagerly(microbatch, output, target, *weights), None
-        pinned = self._world.place(target, partition)
-        pinned_weights = [self._world.place(value, (None,)) for value in weights]
-        leaves = [value.detach() for value in outputs]
-        scale = self._scale(program.dtype)
-        loss, grads, metrics = program([*leaves, pinned, *pinned_weights], scale, marks)
-        self.extra = program.extra
-        self._keep(microbatch, loss, metrics)
-        return loss, grads
+            return None
+        others = [self._world.place(target, partition)]
+        others += [self._world.place(value, (None,)) for value in weights]
+        return PreparedLoss(program, others, self._scale(program.dtype))
 
     def _run_eagerly(
         self, microbatch: int, output: Any, target: Any, *weights: Tensor
@@ -179,10 +223,11 @@ class StageLoss:
         function = of_rows(self.function) if weights else self.function
         given = [value.to(target.device) for value in weights]
         loss, metrics = split_loss(function(output, target, *given))
-        self._keep(microbatch, loss.detach(), metrics)
+        self.keep(microbatch, loss.detach(), metrics)
         return loss
 
-    def _keep(self, microbatch: int, loss: Tensor, metrics: Any) -> None:
+    def keep(self, microbatch: int, loss: Tensor, metrics: Any) -> None:
+        """Keep the results of a microbatch for the end of the step."""
         if self._weights is not None:
             metrics, *by_row = metrics
             self._by_row.append((by_row[0], by_row[1]))

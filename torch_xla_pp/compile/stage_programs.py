@@ -13,10 +13,12 @@ from torch import Tensor
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.bundles import Bundle
 from torch_xla_pp.compile.group_sums.group_gradients import Grouping, group_gradients
+from torch_xla_pp.compile.joined_program import JoinedProgram, Scored
 from torch_xla_pp.compile.joint_graph import JointGraph
+from torch_xla_pp.compile.loss_program import LossProgram
 from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.names import accumulated, accumulator, is_route, storage_of
-from torch_xla_pp.compile.partition import Remat, partition_joint
+from torch_xla_pp.compile.partition import Function, Remat, partition_joint
 from torch_xla_pp.compile.program import BoundValues, Constants, Program
 from torch_xla_pp.compile.sizes import device_bytes
 from torch_xla_pp.compile.stage_specs import (
@@ -130,6 +132,8 @@ class StagePrograms:
         grouping: Which gradients are summed up per group of rows, None for none.
         is_recycling: Whether saved values take the memory of earlier ones, see
             `recycled`, and small values pass as one.
+        most_joined: The most bytes that a forward saves where it may be one program
+            with the loss and the backward.
 
     Attributes:
         summed: The gradients that backwards sum up.
@@ -152,6 +156,7 @@ class StagePrograms:
         used: Mapping[str, xla_compat.OpSharding] | None = None,
         grouping: Grouping | None = None,
         is_recycling: bool = False,
+        most_joined: int = 0,
     ) -> None:
         self.reduced_per_microbatch: dict[str, str] = {}
         self.extra = xla_compat.ExtraBytes()
@@ -191,11 +196,18 @@ class StagePrograms:
         }
 
         self._recyclable = frozenset(n for own in self._recycled.values() for n in own)
+        # What is computed again is dropped after the forward, so these stay apart.
+        is_kept = remat == "none" and not joint.regions
+        self._is_joinable = is_kept and 0 < _bytes_of(functions.forward) <= most_joined
+        self._joined: dict[LossProgram, JoinedProgram] = {}
 
     @property
     def compiled(self) -> dict[str, Program]:
         """Return the programs that have run so far, by what they do."""
-        return {name: p for name, p in self._programs.items() if p.is_compiled}
+        programs: dict[str, Program] = {n: p for n, p in self._programs.items()}
+        for joined in self._joined.values():
+            programs[joined.program.spec.function.name] = joined.program
+        return {name: p for name, p in programs.items() if p.is_compiled}
 
     @property
     def all_programs(self) -> Mapping[ProgramName, Program]:
@@ -296,6 +308,45 @@ class StagePrograms:
         """
         return self._sums(self._run("backward weight", fixed, live))
 
+    def joined(self, loss: LossProgram) -> JoinedProgram | None:
+        """Return forward, loss and full backward as one program.
+
+        Args:
+            loss: The loss of the stage's outputs.
+
+        Returns:
+            The program, None if they stay apart.
+        """
+        if loss not in self._joined and self.can_join and loss.is_joinable:
+            self._joined[loss] = JoinedProgram(
+                self._specs.programs["forward"],
+                self._specs.programs["backward"],
+                self._functions.outputs,
+                self._specs.updates,
+                loss,
+            )
+        return self._joined.get(loss)
+
+    @property
+    def can_join(self) -> bool:
+        """Return whether forward and full backward may be one program with a loss."""
+        specs = self._specs.programs
+        if not self._is_joinable or "backward" not in specs:
+            return False
+        return not (specs["forward"].sent or specs["backward"].received)
+
+    def scored(
+        self, joined: JoinedProgram, scored: Scored
+    ) -> tuple[dict[int, Tensor | None], Values, Values]:
+        """Return input index → gradient, the new `sum:` entries, and new buffers."""
+        self.extra = joined.program.extra
+        results = scored.results
+        return (
+            self._returned_grads(results),
+            self._sums(results),
+            self._updates(results),
+        )
+
     def _run_forward(
         self,
         name: ProgramName,
@@ -312,10 +363,7 @@ class StagePrograms:
             outputs={i: outputs[n] for i, n in specs.outputs.items()},
             received=_chosen(specs.passed_on, values, results),
             live=_chosen(specs.kept, results, live) if name == "forward" else {},
-            updates={
-                role: results[name]
-                for role, name in self._functions.buffer_updates.items()
-            },
+            updates=self._updates(results),
         )
 
     def _run(
@@ -340,12 +388,22 @@ class StagePrograms:
             for index, name in self._specs.input_grads.items()
         }
 
+    def _updates(self, results: Values) -> Values:
+        updates = self._functions.buffer_updates
+        return {role: results[name] for role, name in updates.items()}
+
     def _sums(self, results: Values) -> Values:
         return {
             name: results[new]
             for name, new in self._sum_names.items()
             if new in results
         }
+
+
+def _bytes_of(function: Function) -> int:
+    """Return the bytes of the results of a function."""
+    values = [node.meta["val"] for node in function.results]
+    return sum(value.numel() * value.dtype.itemsize for value in values)
 
 
 def _chosen(names: Collection[str], *sources: Mapping[str, Tensor]) -> Values:

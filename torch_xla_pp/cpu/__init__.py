@@ -20,6 +20,7 @@ from torch_xla_pp.cpu.client import (
     begin_step,
     copying_large_values,
     is_recycling,
+    most_joined_bytes,
     most_small_bytes,
     starting,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "is_recycling",
     "library_product",
     "library_product_of_parts",
+    "most_joined_bytes",
     "most_small_bytes",
     "norm",
     "norm_factor_grad",

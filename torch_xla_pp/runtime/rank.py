@@ -47,6 +47,7 @@ from torch_xla_pp.torch_compat import (
     merge_outputs_by,
     merge_spec,
     num_microbatches,
+    order_of,
     rank_of,
     set_loss_function,
 )
@@ -76,6 +77,13 @@ class LocalStage(Protocol):
 
     def drop_leftovers(self) -> None:
         """Drop the leftovers of a failed step."""
+
+    @property
+    def is_deferring(self) -> bool:
+        """Return whether a forward waits for its loss, see `RankPipeline.joins`."""
+
+    def score_deferred(self, loss: StageLoss, target: Any) -> Any:
+        """Run that forward, and compute its loss."""
 
     def explain(self) -> object:
         """Return the costs of the stage, to be printed."""
@@ -149,6 +157,8 @@ class RankPipeline:
         self._expected: set[int] = set()
         self._num_done: dict[int, int] = {}
         self._num_compiled = 0
+        # Stage and microbatch of each forward that its backward follows at once.
+        self._followed: frozenset[tuple[int, int]] = frozenset()
 
     @classmethod
     def of(cls, schedule: TorchSchedule) -> "RankPipeline":
@@ -261,6 +271,9 @@ class RankPipeline:
             self._plans, self._ahead = agree_on_pipeline(
                 self.schedule, models, self._process_group
             )
+            order = order_of(self.schedule)
+            if order is not None:
+                self._followed = order.followed_forwards(self._process_group.rank())
 
     # Actions.
 
@@ -319,6 +332,16 @@ class RankPipeline:
     def is_lowest(self, stage: int) -> bool:
         """Return whether a stage is the first of this rank's, which gets arguments."""
         return stage == min(own.stage_index for own in self.stages)
+
+    def joins(self, stage: LocalStage, run: Run, microbatch: int) -> bool:
+        """Return whether a forward, its loss and its backward may be one program.
+
+        A step that is observed keeps them apart, so that each has its own times.
+        """
+        is_followed = (stage.stage_index, microbatch) in self._followed
+        is_scored = stage.is_last and self.has_loss and stage.has_backward
+        is_seen = stage.outputs.is_wanted or self.observer is not None
+        return is_followed and is_scored and not is_seen and run.programs.can_join
 
     @contextlib.contextmanager
     def action(
@@ -384,6 +407,8 @@ class RankPipeline:
         self, stage: LocalStage, loss: StageLoss, output: Any, target: Any
     ) -> Any:
         """Compute a loss right after the forward of its microbatch."""
+        if stage.is_deferring:
+            return stage.score_deferred(loss, target)
         run = self.run(stage)
         last = stage.outputs.last
         with self._observed(stage, "F", last, is_rest=True) as marks:

@@ -8,8 +8,8 @@ lets a thread do so. `RankPipeline` has what happens once a step, `StageModel` t
 of a stage.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, final
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch_xla_pp.compile import (
     Explanation,
     ProgramName,
     Remat,
+    StageLoss,
     name_in_module,
     parameter_role,
     tangent,
@@ -50,6 +51,15 @@ from torch_xla_pp.state import (
 )
 from torch_xla_pp.torch_compat import SilentStage
 from torch_xla_pp.transport import of_group
+
+
+class _Forward(NamedTuple):
+    """A forward with its operands."""
+
+    run: Run
+    microbatch: int
+    values: dict[str, Tensor]
+    seed: int
 
 
 @final
@@ -163,6 +173,10 @@ class PipelineStage(SilentStage):
         self.outputs = StageOutputs(self.model.world, self.saved)
         self.num_steps = 0
         self._rank: RankPipeline | None = None
+        # A forward that is to be one program with its loss and its backward; and what
+        # such programs have computed, by microbatch, until the action of the backward.
+        self._deferred: _Forward | None = None
+        self._grads: dict[int, dict[int, Tensor | None]] = {}
 
     # Called by a schedule.
 
@@ -201,27 +215,20 @@ class PipelineStage(SilentStage):
             computed.
         """
         with self.rank.action(self, "F", fwd_chunk_id, (args, kwargs or {})) as run:
-            programs, links, sizes = run.programs, run.links, run.compiled.sizes
             args = args if self.rank.is_lowest(self.stage_index) else ()
             values = dict(run.marks)
             if args or kwargs or run.is_given:
                 values |= self.model.given(run.plan, fwd_chunk_id, args, kwargs or {})
-            forward = programs.forward if self.has_backward else programs.inference
             is_random = run.compiled.num_random > 0
             seed = self.rank.seed(self, run.plan, fwd_chunk_id) if is_random else 0
-            fixed = self.model.state.values()
-            name: ProgramName = "forward" if self.has_backward else "inference"
-            recycled = programs.recycled(name)
-            storages = self.saved.storages(programs, recycled, sizes)
             # Last, as it may wait for a message.
-            values |= links.receive_inputs(fwd_chunk_id)
-            result = forward(fixed, values | storages, seed)
-            self.saved.note_run(programs.extra, sizes.of(values))
-            self.model.state.update_buffers(result.updates)
-            if self.has_backward:
-                self.saved.put("saved", fwd_chunk_id, result.live, sizes)
-            links.send_outputs(fwd_chunk_id, result)
-            return self._output(run, fwd_chunk_id, result.outputs)
+            values |= run.links.receive_inputs(fwd_chunk_id)
+            forward = _Forward(run, fwd_chunk_id, values, seed)
+            if not self.rank.joins(self, run, fwd_chunk_id):
+                return self._forward(forward)
+            self.saved.put("saved", fwd_chunk_id, {}, run.compiled.sizes)
+            self._deferred = forward
+            return None
 
     def backward_one_chunk(
         self,
@@ -241,6 +248,9 @@ class PipelineStage(SilentStage):
         with self.rank.action(self, kind, bwd_chunk_id) as run:
             programs, links, sizes = run.programs, run.links, run.compiled.sizes
             values = {**self.saved.take("saved", bwd_chunk_id), **run.marks}
+            if bwd_chunk_id in self._grads:
+                links.send_grads(bwd_chunk_id, self._grads.pop(bwd_chunk_id))
+                return
             values |= self._tangents(run, bwd_chunk_id, loss)
             fixed = self.model.state.values()
             values |= self.model.sums.values(programs) if full_backward else {}
@@ -276,6 +286,46 @@ class PipelineStage(SilentStage):
 
     # Called by the rank's pipeline.
 
+    @property
+    def is_deferring(self) -> bool:
+        """Return whether a forward waits for its loss."""
+        return self._deferred is not None
+
+    def score_deferred(self, loss: StageLoss, target: Any) -> Any:
+        """Run the forward that waits, its loss and its backward as one program.
+
+        Args:
+            loss: Computes the loss; if that is no program, the forward runs alone.
+            target: The target.
+
+        Returns:
+            The loss, a scalar on the device.
+        """
+        assert self._deferred is not None
+        (run, microbatch, values, seed), self._deferred = self._deferred, None
+        programs, specs = run.programs, run.compiled.outputs
+        template, rows = programs.output_template, run.plan.rows
+        known = loss.prepare(template, specs, target, rows, microbatch)
+        joined = None if known is None else programs.joined(known.program)
+        if known is None or joined is None:
+            self.saved.take("saved", microbatch)
+            output = self._forward(_Forward(run, microbatch, values, seed))
+            return self.outputs.score(
+                loss, run.plan, run.compiled, output, target, is_trained=True, marks={}
+            )
+        given = run.compiled.sizes.of(values)
+        values = {**values, **self.model.sums.values(programs)}
+        values |= self._zeros(run, joined.program.inputs)
+        values |= run.links.receive_grads(microbatch)
+        fixed = self.model.state.values()
+        scored = joined(fixed, values, seed, known.others, known.scale)
+        self._grads[microbatch], sums, updates = programs.scored(joined, scored)
+        self.saved.note_run(programs.extra, given)
+        self.model.state.update_buffers(updates)
+        self.model.sums.advance(sums)
+        loss.keep(microbatch, scored.loss, scored.metrics)
+        return scored.loss
+
     def begin_step(self, rank: RankPipeline, *, wants_outputs: bool) -> None:
         """Begin a step under a schedule."""
         self._rank = rank
@@ -288,6 +338,8 @@ class PipelineStage(SilentStage):
         """Drop the leftovers of a failed step."""
         self.saved.clear()
         self.outputs.clear()
+        self._deferred = None
+        self._grads.clear()
         self.output_chunks.clear()
         self.model.drop_leftovers()
 
@@ -371,6 +423,21 @@ class PipelineStage(SilentStage):
         state = self.submod.state_dict()
         return {name: value for name, value in state.items() if name not in copies}
 
+    def _forward(self, forward: _Forward) -> Any:
+        """Enqueue the forward of one microbatch, and send; return its output."""
+        run, microbatch, values, seed = forward
+        programs, links, sizes = run.programs, run.links, run.compiled.sizes
+        name: ProgramName = "forward" if self.has_backward else "inference"
+        call = programs.forward if self.has_backward else programs.inference
+        storages = self.saved.storages(programs, programs.recycled(name), sizes)
+        result = call(self.model.state.values(), values | storages, seed)
+        self.saved.note_run(programs.extra, sizes.of(values))
+        self.model.state.update_buffers(result.updates)
+        if self.has_backward:
+            self.saved.put("saved", microbatch, result.live, sizes)
+        links.send_outputs(microbatch, result)
+        return self._output(run, microbatch, result.outputs)
+
     def _output(self, run: Run, microbatch: int, outputs: Mapping[int, Tensor]) -> Any:
         """Keep the output of the last stage, and return it to the schedule."""
         if not self.is_last:
@@ -392,11 +459,16 @@ class PipelineStage(SilentStage):
         """Return the gradients of outputs that no other stage uses."""
         scale = self.rank.grad_scale
         found = self.outputs.take_grads(run.compiled, microbatch, loss, scale)
-        for index in run.links.unused:
-            name = tangent(index)
-            if name not in found:
-                found[name] = self.model.world.zeros(run.compiled.outputs[index])
-        return found
+        unused = {tangent(index) for index in run.links.unused}
+        return self._zeros(run, unused.difference(found)) | found
+
+    def _zeros(self, run: Run, names: Collection[str]) -> dict[str, Tensor]:
+        """Return zeros for those of the names that are gradients of outputs."""
+        return {
+            tangent(index): self.model.world.zeros(run.compiled.outputs[index])
+            for index in run.links.unused
+            if tangent(index) in names
+        }
 
 
 def _memory_of(stages: Sequence[LocalStage], held: HeldBytes) -> StageMemory:

@@ -188,6 +188,7 @@ class StageModel:
             remat=options.remat,
             is_last=self.is_last,
             is_recycling=cpu.is_recycling(),
+            most_joined=cpu.most_joined_bytes(),
             expected_outputs=_texts(options.output_args),
         )
         self._retracing = traced.retracing if traced else None

@@ -3,8 +3,9 @@
 import csv
 import hashlib
 import io
+import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,15 @@ class Schedule:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that have an action on `rank`, ascending."""
         return tuple(sorted({action.stage for action in self.actions[rank]}))
+
+    def followed_forwards(self, rank: int) -> frozenset[tuple[int, int]]:
+        """Return stage and microbatch of forwards whose backward is the next action."""
+        pairs = itertools.pairwise(self.actions[rank])
+        return frozenset(
+            (first.stage, first.microbatch)
+            for first, then in pairs
+            if first.kind == "F" and then == replace(first, kind="B")
+        )
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """Return one line a rank, in the format of upstream's compute-only files.
