@@ -26,7 +26,8 @@ SCHEDULES = (*SINGLE, *LOOPED, *V_SHAPED)
 
 def check(reports: list[Report], tolerance: float = 1e-5) -> None:
     compared = set().union(*(report.errors for report in reports))
-    assert {"outputs", "losses", "gradients"} <= compared
+    assert {"losses", "gradients", "parameters"} <= compared
+    assert compared.intersection({"outputs", "eval outputs"})
     for report in reports:
         assert report.missing == []
         assert {k: v for k, v in report.errors.items() if not v < tolerance} == {}

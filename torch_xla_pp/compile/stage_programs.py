@@ -196,9 +196,9 @@ class StagePrograms:
         }
 
         self._recyclable = frozenset(n for own in self._recycled.values() for n in own)
-        # What is computed again is dropped after the forward, so these stay apart.
-        is_kept = remat == "none" and not joint.regions
-        self._is_joinable = is_kept and 0 < _bytes_of(functions.forward) <= most_joined
+        # What is to be computed again would be kept.
+        may_join = most_joined > 0 and remat == "none" and not joint.regions
+        self._is_joinable = may_join and _bytes_of(functions.forward) <= most_joined
         self._joined: dict[LossProgram, JoinedProgram] = {}
 
     @property
@@ -335,17 +335,33 @@ class StagePrograms:
             return False
         return not (specs["forward"].sent or specs["backward"].received)
 
-    def scored(
-        self, joined: JoinedProgram, scored: Scored
-    ) -> tuple[dict[int, Tensor | None], Values, Values]:
-        """Return input index → gradient, the new `sum:` entries, and new buffers."""
+    def score(
+        self,
+        joined: JoinedProgram,
+        fixed: Mapping[str, Tensor],
+        live: Values,
+        seed: int,
+        others: Sequence[Tensor],
+        scale: Tensor,
+    ) -> tuple[Scored, dict[int, Tensor | None], Values, Values]:
+        """Enqueue forward, loss and backward of one microbatch.
+
+        Args:
+            joined: Their program.
+            fixed: The stage's values.
+            live: As for `forward` and `backward` together.
+            seed: As for `forward`.
+            others: As for `JoinedProgram`.
+            scale: See there.
+
+        Returns:
+            The loss; input index → gradient, the new `sum:` entries, and new buffers.
+        """
+        scored = joined(fixed, live, seed, others, scale)
         self.extra = joined.program.extra
         results = scored.results
-        return (
-            self._returned_grads(results),
-            self._sums(results),
-            self._updates(results),
-        )
+        grads = self._returned_grads(results, live, fixed)
+        return scored, grads, self._sums(results), self._updates(results)
 
     def _run_forward(
         self,

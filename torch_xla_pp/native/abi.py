@@ -24,6 +24,8 @@ Op = Literal[
     "norm",
     "norm_grad",
     "norm_factor_grad",
+    "gelu",
+    "gelu_grad",
     "copy",
     "attention",
     "attention_grad",

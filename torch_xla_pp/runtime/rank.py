@@ -157,8 +157,8 @@ class RankPipeline:
         self._expected: set[int] = set()
         self._num_done: dict[int, int] = {}
         self._num_compiled = 0
-        # Stage and microbatch of each forward that its backward follows at once.
-        self._followed: frozenset[tuple[int, int]] = frozenset()
+        # Stages whose backwards all come right after their forwards.
+        self._followed: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, schedule: TorchSchedule) -> "RankPipeline":
@@ -273,7 +273,7 @@ class RankPipeline:
             )
             order = order_of(self.schedule)
             if order is not None:
-                self._followed = order.followed_forwards(self._process_group.rank())
+                self._followed = order.followed_stages(self._process_group.rank())
 
     # Actions.
 
@@ -333,12 +333,12 @@ class RankPipeline:
         """Return whether a stage is the first of this rank's, which gets arguments."""
         return stage == min(own.stage_index for own in self.stages)
 
-    def joins(self, stage: LocalStage, run: Run, microbatch: int) -> bool:
+    def joins(self, stage: LocalStage, run: Run) -> bool:
         """Return whether a forward, its loss and its backward may be one program.
 
         A step that is observed keeps them apart, so that each has its own times.
         """
-        is_followed = (stage.stage_index, microbatch) in self._followed
+        is_followed = stage.stage_index in self._followed
         is_scored = stage.is_last and self.has_loss and stage.has_backward
         is_seen = stage.outputs.is_wanted or self.observer is not None
         return is_followed and is_scored and not is_seen and run.programs.can_join

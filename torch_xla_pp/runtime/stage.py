@@ -224,7 +224,7 @@ class PipelineStage(SilentStage):
             # Last, as it may wait for a message.
             values |= run.links.receive_inputs(fwd_chunk_id)
             forward = _Forward(run, fwd_chunk_id, values, seed)
-            if not self.rank.joins(self, run, fwd_chunk_id):
+            if not self.rank.joins(self, run):
                 return self._forward(forward)
             self.saved.put("saved", fwd_chunk_id, {}, run.compiled.sizes)
             self._deferred = forward
@@ -318,8 +318,10 @@ class PipelineStage(SilentStage):
         values |= self._zeros(run, joined.program.inputs)
         values |= run.links.receive_grads(microbatch)
         fixed = self.model.state.values()
-        scored = joined(fixed, values, seed, known.others, known.scale)
-        self._grads[microbatch], sums, updates = programs.scored(joined, scored)
+        scored, grads, sums, updates = programs.score(
+            joined, fixed, values, seed, known.others, known.scale
+        )
+        self._grads[microbatch] = grads
         self.saved.note_run(programs.extra, given)
         self.model.state.update_buffers(updates)
         self.model.sums.advance(sums)

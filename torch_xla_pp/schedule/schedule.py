@@ -92,14 +92,17 @@ class Schedule:
         """Return the stages that have an action on `rank`, ascending."""
         return tuple(sorted({action.stage for action in self.actions[rank]}))
 
-    def followed_forwards(self, rank: int) -> frozenset[tuple[int, int]]:
-        """Return stage and microbatch of forwards whose backward is the next action."""
-        pairs = itertools.pairwise(self.actions[rank])
-        return frozenset(
-            (first.stage, first.microbatch)
-            for first, then in pairs
-            if first.kind == "F" and then == replace(first, kind="B")
-        )
+    def followed_stages(self, rank: int) -> frozenset[int]:
+        """Return the stages whose backwards all come right after their forwards."""
+        row = self.actions[rank]
+        forwards = {action for action in row if action.kind == "F"}
+        followed = {
+            first
+            for first, then in itertools.pairwise(row)
+            if first in forwards and then == replace(first, kind="B")
+        }
+        others = {action.stage for action in forwards - followed}
+        return frozenset({action.stage for action in followed} - others)
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """Return one line a rank, in the format of upstream's compute-only files.
