@@ -25,8 +25,6 @@ namespace xla_pp {
   X(kNorm, norm)                       \
   X(kNormGrad, norm_grad)              \
   X(kNormFactorGrad, norm_factor_grad) \
-  X(kGelu, gelu)                       \
-  X(kGeluGrad, gelu_grad)              \
   X(kCopy, copy)                       \
   X(kAttention, attention)             \
   X(kAttentionGrad, attention_grad)    \

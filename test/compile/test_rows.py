@@ -1,4 +1,4 @@
-"""Sums, means, softmax and GELU by calls of ours are those of eager PyTorch."""
+"""Sums, means and softmax by calls of ours are those of eager PyTorch."""
 
 import functools
 import itertools
@@ -24,7 +24,6 @@ SHAPES = ((40,), (1, 33), (300, 7), (7, 300), (2, 5, 70), (70, 3, 5), (3, 40, 1,
 # vector.
 LENGTHS = (1, 3, 16, 33, 100, 2051)
 _safe_softmax = torch.ops.aten._safe_softmax.default
-_gelu_backward = torch.ops.aten.gelu_backward.default
 
 
 def is_of_rows_or_columns(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
@@ -152,42 +151,6 @@ def softmaxes() -> None:
 
 def test_softmax_and_its_gradient_are_those_of_eager(worlds: Worlds) -> None:
     worlds.run(softmaxes, ranks=1, devices=1)
-
-
-def gelus() -> None:
-    xla_compat.enable_spmd()
-    torch.manual_seed(0)
-    # All that counts, and where there is nothing left; more than one thread's share.
-    ends = torch.tensor([-INF, -100.0, -9.0, -0.0, 0.0, 9.0, 100.0, INF, NAN])
-    for x in (ends, torch.linspace(-9, 9, 100_003), torch.randn(3, 5, 70)):
-        grad = torch.randn_like(x)
-        check(lambda x: (functional.gelu(x),), x, num_calls=1)
-        check(lambda g, x: (_gelu_backward(g, x),), grad, x, num_calls=1)
-    x, grad = torch.linspace(-6, -0.1, 999), torch.ones(999)
-    others = (x.double(), x[:0])
-    for value in others:
-        check(lambda x: (functional.gelu(x),), value, num_calls=0)
-    tanh = functools.partial(functional.gelu, approximate="tanh")
-    tanh_grad = functools.partial(_gelu_backward, approximate="tanh")
-    check(lambda x: (tanh(x),), x, num_calls=0, atol=1e-5)
-    check(lambda g, x: (tanh_grad(g, x),), grad, x, num_calls=0, atol=1e-5)
-
-
-def test_gelu_and_its_gradient_are_those_of_eager(worlds: Worlds) -> None:
-    worlds.run(gelus, ranks=1, devices=1)
-
-
-def small_gelus() -> None:
-    xla_compat.enable_spmd()
-    x = torch.linspace(-6, -0.01, 9999)
-    exact = x.double() * torch.special.erfc(-x.double() * 0.5**0.5) / 2
-    got = cpu.gelu(x.to(xla_compat.device())).cpu().double()
-    # Eager subtracts numbers that are almost equal there.
-    torch.testing.assert_close(got, exact, rtol=2e-6, atol=0)
-
-
-def test_gelu_is_exact_where_it_is_small(worlds: Worlds) -> None:
-    worlds.run(small_gelus, ranks=1, devices=1)
 
 
 def large_values() -> None:

@@ -8,7 +8,7 @@ from torch_xla_pp.compile.attention_kernel import AttentionKernel, calls_kernel
 from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.norm_rules import run_norms
 from torch_xla_pp.compile.product_rules import Constraints, LibraryProducts
-from torch_xla_pp.compile.row_rules import run_gelu, run_on_rows
+from torch_xla_pp.compile.row_rules import run_on_rows
 from torch_xla_pp.compile.sharded_products import ShardedProducts
 from torch_xla_pp.compile.view_rules import copy_views
 from torch_xla_pp.mesh import LogicalAxes, Partition, is_on_mesh
@@ -51,7 +51,7 @@ def library_rules() -> tuple[LoweringRule, ...]:
         return ()
     multiply = _library_product()
     products = () if multiply is None else (_products(multiply),)
-    own = (run_norms, run_on_rows, run_gelu, copy_views) if cpu.has_own_ops() else ()
+    own = (run_norms, run_on_rows, copy_views) if cpu.has_own_ops() else ()
     attention = (run_attention,) if cpu.has_attention() else ()
     return (*attention, *own, *products)
 

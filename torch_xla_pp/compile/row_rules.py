@@ -1,4 +1,4 @@
-"""The rules by which sums, softmax and GELU are calls of `csrc/`, see `lowering`.
+"""The rule by which sums, means and softmax are calls of `csrc/`, see `lowering`.
 
 For ranks of one CPU device. Gradients of biases and of what normalizations scale and
 shift are sums of columns; the statistics of a layer norm are means of rows.
@@ -12,14 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_xla_pp.compile.ops import wrapped
-from torch_xla_pp.cpu import (
-    fits_own_ops,
-    gelu,
-    gelu_grad,
-    softmax,
-    softmax_grad,
-    total,
-)
+from torch_xla_pp.cpu import fits_own_ops, softmax, softmax_grad, total
 
 _aten = torch.ops.aten
 # XLA makes one loop of shorter sums, which it joins with what is around.
@@ -48,23 +41,6 @@ def run_on_rows(
             grad, output = values[args[0]], values[args[1]]
             if args[3] == grad.dtype and _is_along_rows(grad, args[2]):
                 return softmax_grad(grad, output)
-    return None
-
-
-def run_gelu(
-    node: fx.Node, values: Mapping[fx.Node, Any], _: object, /
-) -> Tensor | None:
-    """Run GELU, but for its approximation, and its gradient of float32 values."""
-    args: Any = node.args
-    if node.kwargs.get("approximate", "none") != "none":
-        return None
-    match node.target:
-        case _aten.gelu.default if fits_own_ops(values[args[0]]):
-            return gelu(values[args[0]])
-        case _aten.gelu_backward.default:
-            grad, value = (values[operand] for operand in args)
-            if fits_own_ops(grad) and fits_own_ops(value):
-                return gelu_grad(grad, value)
     return None
 
 

@@ -24,8 +24,6 @@ Op = Literal[
     "norm",
     "norm_grad",
     "norm_factor_grad",
-    "gelu",
-    "gelu_grad",
     "copy",
     "attention",
     "attention_grad",
