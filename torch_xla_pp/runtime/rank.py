@@ -79,8 +79,8 @@ class LocalStage(Protocol):
         """Drop the leftovers of a failed step."""
 
     @property
-    def is_deferring(self) -> bool:
-        """Return whether a forward waits for its loss, see `RankPipeline.joins`."""
+    def deferred(self) -> int | None:
+        """Return the microbatch whose forward waits for its loss, None for none."""
 
     def score_deferred(self, loss: StageLoss, target: Any) -> Any:
         """Run that forward, and compute its loss."""
@@ -359,14 +359,14 @@ class RankPipeline:
             microbatch: Index of the microbatch.
             given: Arguments that the schedule passes to a forward.
         """
-        name = f"{stage.stage_index}{kind}{microbatch}"
+        name = f"{stage.stage_index}{kind}"
         # A failed action stays noted.
-        self._activity.action = f"{name}, microbatch {microbatch}"
+        self._activity.action = _noted(name, microbatch)
         if given is not None and not self._current:
             self._begin_kind(*given)
         run = self.run(stage)
         with (
-            xla_compat.shown_as(f"PP:{name}"),
+            xla_compat.shown_as(f"PP:{name}{microbatch}"),
             self._observed(stage, kind, microbatch) as marks,
         ):
             yield run._replace(marks=marks) if marks else run
@@ -407,8 +407,11 @@ class RankPipeline:
         self, stage: LocalStage, loss: StageLoss, output: Any, target: Any
     ) -> Any:
         """Compute a loss right after the forward of its microbatch."""
-        if stage.is_deferring:
-            return stage.score_deferred(loss, target)
+        if stage.deferred is not None:
+            self._activity.action = _noted(f"{stage.stage_index}F", stage.deferred)
+            found = stage.score_deferred(loss, target)
+            self._activity.action = ""
+            return found
         run = self.run(stage)
         last = stage.outputs.last
         with self._observed(stage, "F", last, is_rest=True) as marks:
@@ -436,6 +439,11 @@ class RankPipeline:
     def grad_scale(self) -> float:
         """Return the factor of the gradient of each microbatch."""
         return grad_scale(self.schedule)
+
+
+def _noted(name: str, microbatch: int) -> str:
+    """Return how an action is named in errors."""
+    return f"{name}{microbatch}, microbatch {microbatch}"
 
 
 def _choose_merge(

@@ -212,7 +212,8 @@ class PipelineStage(SilentStage):
         Returns:
             The output of the last stage, None of others. Its tensors are leaves that a
             loss may be computed from; they are emptied when the compiled loss has been
-            computed.
+            computed. None also if the forward waits for its loss, to be one program
+            with that and the backward.
         """
         with self.rank.action(self, "F", fwd_chunk_id, (args, kwargs or {})) as run:
             args = args if self.rank.is_lowest(self.stage_index) else ()
@@ -287,9 +288,9 @@ class PipelineStage(SilentStage):
     # Called by the rank's pipeline.
 
     @property
-    def is_deferring(self) -> bool:
-        """Return whether a forward waits for its loss."""
-        return self._deferred is not None
+    def deferred(self) -> int | None:
+        """Return the microbatch whose forward waits for its loss, None for none."""
+        return None if self._deferred is None else self._deferred.microbatch
 
     def score_deferred(self, loss: StageLoss, target: Any) -> Any:
         """Run the forward that waits, its loss and its backward as one program.
