@@ -137,6 +137,7 @@ class StagePrograms:
 
     Attributes:
         summed: The gradients that backwards sum up.
+        can_join: Whether forward and full backward may be one program with a loss.
         reduced_per_microbatch: Role of a parameter → why its gradient is reduced in
             every microbatch, although rows are in groups.
         extra: What the last forward or backward takes on a device beside its arguments,
@@ -198,7 +199,13 @@ class StagePrograms:
         self._recyclable = frozenset(n for own in self._recycled.values() for n in own)
         # What is to be computed again would be kept.
         may_join = most_joined > 0 and remat == "none" and not joint.regions
-        self._is_joinable = may_join and _bytes_of(functions.forward) <= most_joined
+        self.can_join = (
+            may_join
+            and "backward" in specs.programs
+            and not specs.programs["forward"].sent
+            and not specs.programs["backward"].received
+            and _bytes_of(functions.forward) <= most_joined
+        )
         self._joined: dict[LossProgram, JoinedProgram] = {}
 
     @property
@@ -326,14 +333,6 @@ class StagePrograms:
                 loss,
             )
         return self._joined.get(loss)
-
-    @property
-    def can_join(self) -> bool:
-        """Return whether forward and full backward may be one program with a loss."""
-        specs = self._specs.programs
-        if not self._is_joinable or "backward" not in specs:
-            return False
-        return not (specs["forward"].sent or specs["backward"].received)
 
     def score(
         self,

@@ -121,9 +121,10 @@ def add_product(
     if not _is_taken(left, right, sides) or total.dtype != torch.float32:
         return None
     given, shapes = [left, right, total], [total.shape]
-    return call_handler("product_sum", given, shapes, _fields(sides), is_in_place=True)[
-        0
-    ]
+    (result,) = call_handler(
+        "product_sum", given, shapes, _fields(sides), is_in_place=True
+    )
+    return result
 
 
 def multiply_parts(

@@ -17,8 +17,8 @@ __all__ = [
     "REPLICATED",
     "axes_of_groups",
     "collectives_of",
-    "written_call",
     "parse_sharding",
     "product_flops",
     "stacked",
+    "written_call",
 ]

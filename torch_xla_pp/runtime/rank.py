@@ -47,7 +47,6 @@ from torch_xla_pp.torch_compat import (
     merge_outputs_by,
     merge_spec,
     num_microbatches,
-    order_of,
     rank_of,
     set_loss_function,
 )
@@ -268,10 +267,9 @@ class RankPipeline:
             return
         with self.reporting():
             models = [stage.model for stage in self.stages]
-            self._plans, self._ahead = agree_on_pipeline(
+            self._plans, self._ahead, order = agree_on_pipeline(
                 self.schedule, models, self._process_group
             )
-            order = order_of(self.schedule)
             if order is not None:
                 self._followed = order.followed_stages(self._process_group.rank())
 

@@ -15,7 +15,7 @@ from torch_xla_pp.runtime.agreement import Agreement, StepKinds
 from torch_xla_pp.runtime.gradients.replicas import agree_on_replicas
 from torch_xla_pp.runtime.gradients.tied import check_separate
 from torch_xla_pp.runtime.stage_model import StageModel
-from torch_xla_pp.schedule import verify
+from torch_xla_pp.schedule import Schedule, verify
 from torch_xla_pp.torch_compat import TorchSchedule, num_microbatches, order_of
 from torch_xla_pp.transport import StepsAhead, XlaPpProcessGroup
 
@@ -148,7 +148,7 @@ class StepPlans:
 
 def agree_on_pipeline(
     schedule: TorchSchedule, stages: Sequence[StageModel], group: XlaPpProcessGroup
-) -> tuple[StepPlans, StepsAhead]:
+) -> tuple[StepPlans, StepsAhead, Schedule | None]:
     """Agree with the other ranks on the stages and where they are.
 
     Args:
@@ -157,8 +157,8 @@ def agree_on_pipeline(
         group: The ranks of the pipeline.
 
     Returns:
-        The kinds of steps, none of which is known yet, and the bound on how far this
-        rank may be ahead of others.
+        The kinds of steps, none of which is known yet; the bound on how far this rank
+        may be ahead of others; and the order of actions, None if that is not known.
 
     Raises:
         PlanError: The ranks do not build one pipeline.
@@ -200,4 +200,4 @@ def agree_on_pipeline(
     )
     for stage in stages:
         stage.connect(wiring)
-    return plans, ahead
+    return plans, ahead, order
