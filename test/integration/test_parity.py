@@ -26,7 +26,7 @@ SCHEDULES = (*SINGLE, *LOOPED, *V_SHAPED)
 
 def check(reports: list[Report], tolerance: float = 1e-5) -> None:
     compared = set().union(*(report.errors for report in reports))
-    assert {"losses", "gradients", "parameters"} <= compared
+    assert {"losses", "gradients"} <= compared
     assert compared.intersection({"outputs", "eval outputs"})
     for report in reports:
         assert report.missing == []
