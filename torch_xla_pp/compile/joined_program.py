@@ -1,5 +1,7 @@
 """The forward, the loss and the backward of a microbatch as one program.
 
+The backward may be that of inputs alone, which leaves the rest to another program.
+
 It is for a last stage that runs the backward of a microbatch right after its forward.
 What the forward saves and the gradients of outputs never leave the program, and one
 dispatch takes the place of three.
@@ -25,7 +27,8 @@ class Scored(NamedTuple):
     Attributes:
         loss: Its loss.
         metrics: What the loss function returned beside it.
-        results: The results of the backward, and new buffers, by name.
+        results: The results of the backward, what the rest of it reads, and new
+            buffers, by name.
     """
 
     loss: Tensor
@@ -34,11 +37,12 @@ class Scored(NamedTuple):
 
 
 class JoinedProgram:
-    """A program that computes the loss of a microbatch and all of its gradients.
+    """A program that computes the loss of a microbatch and its gradients.
 
     Args:
         forward: The spec of the forward, which sends nothing.
-        backward: The spec of the full backward, which receives nothing.
+        backward: The spec of the full backward or that of inputs, which receives
+            nothing.
         outputs: Name of each output of the stage.
         updates: Names of the forward's new buffers.
         loss: The loss of these outputs.
@@ -58,13 +62,15 @@ class JoinedProgram:
         wanted = {*(backward.wanted or ()), *updates, *self._losses}
         functions = (forward.function, scored, backward.function)
         made = wanted.union(border_names(backward.sent))
+        name = f"{forward.function.name} and {backward.function.name}"
         spec = replace(
             backward,
-            function=_in_sequence("forward and backward", functions, made),
+            function=_in_sequence(name.replace("_", " "), functions, made),
             pins={**forward.pins, **backward.pins},
             checked=forward.checked,
             received=forward.received,
             wanted=wanted,
+            recycled=(),
         )
         self.program = Program(spec)
 

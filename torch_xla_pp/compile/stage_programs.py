@@ -47,6 +47,24 @@ class Forwarded(NamedTuple):
     updates: Values
 
 
+class Trained(NamedTuple):
+    """The results of forward, loss and backward of one microbatch as one program.
+
+    Attributes:
+        scored: The loss and what came with it.
+        grads: As `StagePrograms.backward` returns them.
+        sums: The new `sum:` entries, none if the backward was that of inputs.
+        residual: What `backward_weight` needs then.
+        updates: Buffer role → new value.
+    """
+
+    scored: Scored
+    grads: dict[int, Tensor | None]
+    sums: Values
+    residual: Values
+    updates: Values
+
+
 class SummedGrads(NamedTuple):
     """The gradients of parameters that the backwards of a stage sum up.
 
@@ -138,6 +156,7 @@ class StagePrograms:
     Attributes:
         summed: The gradients that backwards sum up.
         can_join: Whether forward and full backward may be one program with a loss.
+        can_split: Whether the rest of the backward may be a program of its own then.
         reduced_per_microbatch: Role of a parameter → why its gradient is reduced in
             every microbatch, although rows are in groups.
         extra: What the last forward or backward takes on a device beside its arguments,
@@ -206,7 +225,9 @@ class StagePrograms:
             and not specs.programs["backward"].received
             and _bytes_of(functions.forward) <= most_joined
         )
-        self._joined: dict[LossProgram, JoinedProgram] = {}
+        parts = {"backward input", "backward weight"}
+        self.can_split = self.can_join and parts <= specs.programs.keys()
+        self._joined: dict[tuple[LossProgram, ProgramName], JoinedProgram] = {}
 
     @property
     def compiled(self) -> dict[str, Program]:
@@ -315,24 +336,29 @@ class StagePrograms:
         """
         return self._sums(self._run("backward weight", fixed, live))
 
-    def joined(self, loss: LossProgram) -> JoinedProgram | None:
-        """Return forward, loss and full backward as one program.
+    def joined(
+        self, loss: LossProgram, *, is_split: bool = False
+    ) -> JoinedProgram | None:
+        """Return forward, loss and backward as one program.
 
         Args:
             loss: The loss of the stage's outputs.
+            is_split: Whether the backward is that of inputs alone.
 
         Returns:
             The program, None if they stay apart.
         """
-        if loss not in self._joined and self.can_join and loss.is_joinable:
-            self._joined[loss] = JoinedProgram(
+        name: ProgramName = "backward input" if is_split else "backward"
+        key = loss, name
+        if key not in self._joined and self.can_join and loss.is_joinable:
+            self._joined[key] = JoinedProgram(
                 self._specs.programs["forward"],
-                self._specs.programs["backward"],
+                self._specs.programs[name],
                 self._functions.outputs,
                 self._specs.updates,
                 loss,
             )
-        return self._joined.get(loss)
+        return self._joined.get(key)
 
     def score(
         self,
@@ -342,25 +368,27 @@ class StagePrograms:
         seed: int,
         others: Sequence[Tensor],
         scale: Tensor,
-    ) -> tuple[Scored, dict[int, Tensor | None], Values, Values]:
+    ) -> Trained:
         """Enqueue forward, loss and backward of one microbatch.
 
         Args:
             joined: Their program.
             fixed: The stage's values.
-            live: As for `forward` and `backward` together.
+            live: As for `forward` and the backward together.
             seed: As for `forward`.
             others: As for `JoinedProgram`.
             scale: See there.
-
-        Returns:
-            The loss; input index → gradient, the new `sum:` entries, and new buffers.
         """
         scored = joined(fixed, live, seed, others, scale)
         self.extra = joined.program.extra
         results = scored.results
-        grads = self._returned_grads(results, live, fixed)
-        return scored, grads, self._sums(results), self._updates(results)
+        return Trained(
+            scored=scored,
+            grads=self._returned_grads(results, live, fixed),
+            sums=self._sums(results),
+            residual=_chosen(self._specs.residual, results, live),
+            updates=self._updates(results),
+        )
 
     def _run_forward(
         self,

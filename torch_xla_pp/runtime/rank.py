@@ -158,6 +158,8 @@ class RankPipeline:
         self._num_compiled = 0
         # Stages whose backwards all come right after their forwards.
         self._followed: frozenset[int] = frozenset()
+        # The last action of a step.
+        self._last: Action | None = None
 
     @classmethod
     def of(cls, schedule: TorchSchedule) -> "RankPipeline":
@@ -271,7 +273,9 @@ class RankPipeline:
                 self.schedule, models, self._process_group
             )
             if order is not None:
-                self._followed = order.followed_stages(self._process_group.rank())
+                own = self._process_group.rank()
+                self._followed = order.followed_stages(own)
+                self._last = order.actions[own][-1]
 
     # Actions.
 
@@ -340,6 +344,15 @@ class RankPipeline:
         is_scored = stage.is_last and self.has_loss and stage.has_backward
         is_seen = stage.outputs.is_wanted or self.observer is not None
         return is_followed and is_scored and not is_seen and run.programs.can_join
+
+    def splits(self, stage: LocalStage, run: Run, microbatch: int) -> bool:
+        """Return whether that program leaves the gradients of weights to another one.
+
+        It does at the end of a step, where all other ranks wait for the gradients of
+        inputs: they leave before those of weights are computed.
+        """
+        last = Action(stage=stage.stage_index, kind="B", microbatch=microbatch)
+        return run.programs.can_split and last == self._last
 
     @contextlib.contextmanager
     def action(

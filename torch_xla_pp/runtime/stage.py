@@ -251,6 +251,8 @@ class PipelineStage(SilentStage):
             values = {**self.saved.take("saved", bwd_chunk_id), **run.marks}
             if bwd_chunk_id in self._grads:
                 links.send_grads(bwd_chunk_id, self._grads.pop(bwd_chunk_id))
+                if self.saved.has("residual", bwd_chunk_id):
+                    self._backward_weight(run, bwd_chunk_id)
                 return
             values |= self._tangents(run, bwd_chunk_id, loss)
             fixed = self.model.state.values()
@@ -277,13 +279,8 @@ class PipelineStage(SilentStage):
         if not self.has_backward:
             return
         with self.rank.action(self, "W", bwd_chunk_id) as run:
-            programs = run.programs
-            values = {**self.saved.take("residual", bwd_chunk_id), **run.marks}
-            values |= self.model.sums.values(programs)
-            sums = programs.backward_weight(self.model.state.values(), values)
-            self.saved.note_run(programs.extra)
-            self.saved.free(programs.recycled_in(values), run.compiled.sizes)
-            self.model.sums.advance(sums)
+            read = self._backward_weight(run, bwd_chunk_id)
+            self.saved.free(run.programs.recycled_in(read), run.compiled.sizes)
 
     # Called by the rank's pipeline.
 
@@ -307,27 +304,36 @@ class PipelineStage(SilentStage):
         programs, specs = run.programs, run.compiled.outputs
         template, rows = programs.output_template, run.plan.rows
         known = loss.prepare(template, specs, target, rows, microbatch)
-        joined = None if known is None else programs.joined(known.program)
+        splits = self.rank.splits(self, run, microbatch)
+        joined = known and programs.joined(known.program, is_split=splits)
         if known is None or joined is None:
             self.saved.take("saved", microbatch)
             output = self._forward(_Forward(run, microbatch, values, seed))
             return self.outputs.score(
                 loss, run.plan, run.compiled, output, target, is_trained=True, marks={}
             )
-        given = run.compiled.sizes.of(values)
-        values = {**values, **self.model.sums.values(programs)}
+        sizes = run.compiled.sizes
+        given = sizes.of(values)
+        values = {**values, **({} if splits else self.model.sums.values(programs))}
         values |= self._zeros(run, joined.program.inputs)
         values |= run.links.receive_grads(microbatch)
-        fixed = self.model.state.values()
-        scored, grads, sums, updates = programs.score(
-            joined, fixed, values, seed, known.others, known.scale
+        trained = programs.score(
+            joined,
+            self.model.state.values(),
+            values,
+            seed,
+            known.others,
+            known.scale,
         )
-        self._grads[microbatch] = grads
+        self._grads[microbatch] = trained.grads
         self.saved.note_run(programs.extra, given)
-        self.model.state.update_buffers(updates)
-        self.model.sums.advance(sums)
-        loss.keep(microbatch, scored.loss, scored.metrics)
-        return scored.loss
+        self.model.state.update_buffers(trained.updates)
+        if splits:
+            self.saved.put("residual", microbatch, trained.residual, sizes)
+        else:
+            self.model.sums.advance(trained.sums)
+        loss.keep(microbatch, trained.scored.loss, trained.scored.metrics)
+        return trained.scored.loss
 
     def begin_step(self, rank: RankPipeline, *, wants_outputs: bool) -> None:
         """Begin a step under a schedule."""
@@ -440,6 +446,16 @@ class PipelineStage(SilentStage):
             self.saved.put("saved", microbatch, result.live, sizes)
         links.send_outputs(microbatch, result)
         return self._output(run, microbatch, result.outputs)
+
+    def _backward_weight(self, run: Run, microbatch: int) -> dict[str, Tensor]:
+        """Enqueue the rest of a backward; return what it reads."""
+        programs = run.programs
+        values = {**self.saved.take("residual", microbatch), **run.marks}
+        values |= self.model.sums.values(programs)
+        sums = programs.backward_weight(self.model.state.values(), values)
+        self.saved.note_run(programs.extra)
+        self.model.sums.advance(sums)
+        return values
 
     def _output(self, run: Run, microbatch: int, outputs: Mapping[int, Tensor]) -> Any:
         """Keep the output of the last stage, and return it to the schedule."""
