@@ -98,6 +98,24 @@ def test_a_function_may_compute_nothing(mesh: Any) -> None:
         assert close(grads[0], value)
 
 
+def test_what_an_operation_makes_on_the_host_is_made_on_the_device(mesh: Any) -> None:
+    def made_on_host(x: Tensor) -> tuple[Tensor, ...]:
+        drawn = torch.rand(64)
+        return x * torch.full((), 2.0), torch.ones(2), drawn, x.cpu() + torch.eye(4)
+
+    module = Calling(made_on_host)
+    x = torch.rand(4, 4, requires_grad=True)
+    compiled = Compiled(module, [x], mesh)
+    outputs = compiled.forward([compiled.upload(x)]).outputs
+    twice, ones, first, moved = (outputs[index] for index in range(4))
+    second = compiled.forward([compiled.upload(x)], seed=1).outputs[2]
+    product = module.linear(x)
+    assert close(twice, product * 2)
+    assert close(ones, torch.ones(2))
+    assert close(moved, product + torch.eye(4))
+    assert len({*first.cpu().tolist(), *second.cpu().tolist()}) > 64
+
+
 def run_by(*rules: Any) -> Tensor:
     module = make_fx(lambda x: (x.sin().cos(), x.sin()))(torch.ones(2))
     result: Tensor = Lowering(module, "test", rules).run(torch.ones(2))[0]

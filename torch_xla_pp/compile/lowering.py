@@ -99,6 +99,14 @@ class Lowering(fx.Interpreter):
             )
         return self._as_traced(n, result)
 
+    def call_function(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call an operation; what it makes or moves is on the program's devices."""
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": xla_compat.device()}
+        return super().call_function(target, args, kwargs)
+
     def _run_operation(self, node: fx.Node) -> Any:
         for rule in self._rules:
             result = rule(node, self.env, self._notes)
