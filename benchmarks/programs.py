@@ -7,7 +7,7 @@ medians over the turns are returned. `step_time.py` runs them.
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import gpt
@@ -21,15 +21,16 @@ NUM_LAYERS = (1, 2, 4, 8)
 
 
 class Alone:
-    """The programs of a middle stage, with the values that they read."""
+    """The programs of a middle stage as a rank has them, with what they read."""
 
     def __init__(
         self, module: nn.Module, x: Tensor, grad: Tensor, products: str = "best"
     ) -> None:
         import torch_xla_pp as xpp
-        from torch_xla_pp import xla_compat
-        from torch_xla_pp.compile import StagePrograms, export_joint
+        from torch_xla_pp import cpu, xla_compat
+        from torch_xla_pp.compile import StagePrograms, ValueSizes, export_joint
         from torch_xla_pp.runtime.gradients.sums import SumPrograms
+        from torch_xla_pp.state.saved import FreeValues
 
         device = xpp.device()
         whole = xla_compat.replicated_sharding()
@@ -48,9 +49,16 @@ class Alone:
         self.fixed = {f"param:{name}": upload(value) for name, value in named.items()}
         shardings = dict.fromkeys(self.fixed, whole)
         self.programs = StagePrograms(
-            joint, [whole], [whole], shardings, rules=rules_of(products)
+            joint,
+            [whole],
+            [whole],
+            shardings,
+            rules=rules_of(products),
+            is_recycling=cpu.is_recycling(),
         )
-        self.sums = SumPrograms(self.programs.summed).start(self.fixed, {})
+        self._free, self._sizes = FreeValues(), ValueSizes()
+        self._sum_programs = SumPrograms(self.programs.summed)
+        self.sums = self._sum_programs.start(self.fixed, {})
         self.x, self.grad = upload(x), upload(grad)
         self.live: dict[str, Tensor] = {}
         self.outputs: dict[int, Tensor] = {}
@@ -59,7 +67,8 @@ class Alone:
 
     def forward(self) -> None:
         """Run the forward; its values are for one backward of either kind."""
-        done = self.programs.forward(self.fixed, {"input:0": self.x}, 0)
+        values = {"input:0": self.x, **self._storages("forward")}
+        done = self.programs.forward(self.fixed, values, 0)
         self.outputs, self.live = done.outputs, done.live
         self.live["tangent:0"] = self.grad
         self.wait()
@@ -68,6 +77,7 @@ class Alone:
         """Run the full backward."""
         fixed = {**self.fixed, **self.sums}
         self.input_grads, self.sums = self.programs.backward(fixed, self.live)
+        self._keep(self.live)
         self.wait()
 
     def both(self) -> None:
@@ -77,14 +87,38 @@ class Alone:
 
     def backward_input(self) -> None:
         """Run the first half of the split backward."""
-        _, self.live = self.programs.backward_input(self.fixed, self.live)
+        given = self.live
+        values = {**given, **self._storages("backward input")}
+        _, self.live = self.programs.backward_input(self.fixed, values)
+        self._keep(given, self.live)
         self.wait()
 
     def backward_weight(self) -> None:
         """Run the other half."""
         fixed = {**self.fixed, **self.sums}
         self.sums = self.programs.backward_weight(fixed, self.live)
+        self._keep(self.live)
         self.wait()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the sums by the names of parameters."""
+        bundles = self.programs.summed.bundles
+        parts = self._sum_programs.parts(self.sums) if bundles else {}
+        names = {bundle.name for bundle in bundles}
+        sums = {name: x for name, x in self.sums.items() if name not in names} | parts
+        return {name.removeprefix("sum:param:"): x for name, x in sums.items()}
+
+    def _storages(self, program: Any) -> dict[str, Tensor]:
+        """Return memory for what a program saves, as far as there is some."""
+        names = self.programs.recycled(program)
+        found = self._free.take(names, self._sizes)
+        return {names[name]: value for name, value in found.items()}
+
+    def _keep(self, read: Mapping[str, Tensor], needed: Collection[str] = ()) -> None:
+        """Keep the memory of what a program has read and no other one needs."""
+        values = self.programs.recycled_in(read, needed)
+        self._sizes.add(values)
+        self._free.put(values, self._sizes)
 
 
 def rules_of(products: str) -> tuple[Any, ...]:

@@ -155,7 +155,7 @@ def results_of_programs(alone: programs.Alone) -> Values:
     alone.both()
     output, x_grad = alone.outputs[0], alone.input_grads[0]
     assert x_grad is not None
-    sums = {n.removeprefix("sum:param:"): v.cpu() for n, v in alone.sums.items()}
+    sums = {name: value.cpu() for name, value in alone.gradients().items()}
     return {"output": output.cpu(), "x": x_grad.cpu(), **sums}
 
 
