@@ -14,7 +14,8 @@ held_bytes: The most of both at once.
 bound: Microbatches of the whole rank that the schedule's paper promises at most: M for
     GPipe, min(M, P - rank) for 1F1B (Narayanan et al. 2019, PipeDream-2BW), P for ZBV,
     whose two chunks of a rank count half each (Qi et al. 2024).
-bound_bytes: The same times what one microbatch saves, as measured with M = P.
+bound_bytes: The same times what one microbatch saves, as measured with M = P; for 1F1B
+    under GPipe, as its last stage has forward and backward as one program.
 saved_ratio: saved_bytes / bound_bytes; should be at most 1.
 peak_bytes: What `rank_memory()` says that the rank's stages held at most, together.
 process_bytes: By how much the largest size of the process, from the fourth step on,
@@ -109,7 +110,7 @@ def run(schedule: str, microbatches: int, size_name: str) -> list[dict[str, Any]
 
 def rows_of(schedule: str, counts: list[int], size_name: str) -> list[dict[str, Any]]:
     """Return a row for each number of microbatches and rank."""
-    few = run(schedule, NUM_RANKS, size_name)
+    few = run("GPipe" if schedule == "1F1B" else schedule, NUM_RANKS, size_name)
     return [
         {"size": size_name, "schedule": schedule, "microbatches": count, "rank": rank}
         | _row(_bound(schedule, count, rank), *found)
