@@ -102,10 +102,7 @@ class Alone:
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the sums by the names of parameters."""
-        bundles = self.programs.summed.bundles
-        parts = self._sum_programs.parts(self.sums) if bundles else {}
-        names = {bundle.name for bundle in bundles}
-        sums = {name: x for name, x in self.sums.items() if name not in names} | parts
+        sums = self._sum_programs.apart(self.sums)
         return {name.removeprefix("sum:param:"): x for name, x in sums.items()}
 
     def _storages(self, program: Any) -> dict[str, Tensor]:

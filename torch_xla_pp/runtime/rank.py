@@ -158,7 +158,7 @@ class RankPipeline:
         self._num_compiled = 0
         # Stages whose backwards all come right after their forwards.
         self._followed: frozenset[int] = frozenset()
-        # The last action of a step.
+        # The last action of a step, if there is one.
         self._last: Action | None = None
 
     @classmethod
@@ -275,7 +275,7 @@ class RankPipeline:
             if order is not None:
                 own = self._process_group.rank()
                 self._followed = order.followed_stages(own)
-                self._last = order.actions[own][-1]
+                self._last = next(reversed(order.actions[own]), None)
 
     # Actions.
 

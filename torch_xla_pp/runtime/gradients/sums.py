@@ -111,10 +111,8 @@ class GradientSums:
     def reduce(self, programs: StagePrograms) -> None:
         """Take bundles apart, add up sums per group of rows; at the end of a step."""
         own = self._of(programs)
-        if own.summed.bundles and self._sums:
-            parts = own.parts(self._sums)
-            names = {bundle.name for bundle in own.summed.bundles}
-            self._sums = {n: x for n, x in self._sums.items() if n not in names} | parts
+        if self._sums:
+            self._sums = own.apart(self._sums)
         self._sum_bytes = own.sizes.of(self._sums)
         if own.summed.groups and self._sums:
             reduced = own.reduce(self._sums, self._state.grads())
@@ -196,8 +194,10 @@ class SumPrograms:
             )
         return self._starts[given]({given_grad(role): grads[role] for role in given})
 
-    def parts(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Enqueue the taking apart of bundles; return their sums."""
+    def apart(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Enqueue the taking apart of bundles, if there are any; return all sums."""
+        if not self.summed.bundles:
+            return dict(sums)
         if self._parts is None:
             bundled = [name for bundle in self.summed.bundles for name in bundle.shapes]
             new = [role for role in self.summed.sums if accumulator(role) in bundled]
@@ -212,11 +212,12 @@ class SumPrograms:
                 function=function, pins=pins, bundles=self.summed.bundles
             )
             self._parts = Program(spec)
+        others = dict(sums)
         results = self._parts(
-            {bundle.name: sums[bundle.name] for bundle in self.summed.bundles}
+            {bundle.name: others.pop(bundle.name) for bundle in self.summed.bundles}
         )
         names = zip(self._parts.spec.function.inputs, self._parts.outputs, strict=True)
-        return {name: results[new] for name, new in names}
+        return others | {name: results[new] for name, new in names}
 
     def reduce(
         self, sums: Mapping[str, Tensor], grads: Mapping[str, Tensor]
