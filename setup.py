@@ -24,9 +24,9 @@ native = Extension(
     library_dirs=[str(ucx / "lib")],
     libraries=["ucp", "ucs"],
     # Nobody looks at the processor's flags of floating-point errors: loops that compare
-    # can use vectors.
+    # can use vectors. Python's own -fwrapv would make sums of rows three times as slow.
     extra_compile_args=[
-        *("-std=c++17", "-O3", "-fno-trapping-math"),
+        *("-std=c++17", "-O3", "-fno-trapping-math", "-fno-wrapv"),
         *("-g0", "-fvisibility=hidden", "-Wall"),
     ],
     language="c++",

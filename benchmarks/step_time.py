@@ -3,6 +3,7 @@
     python benchmarks/step_time.py                 small model, GPipe and 1F1B
     python benchmarks/step_time.py --size large --microbatches 4 8 16 --json
     python benchmarks/step_time.py --schedules 1F1B ZBVZeroBubble --compiled
+    python benchmarks/step_time.py --together --schedules GPipe 1F1B ZBVZeroBubble
     python benchmarks/step_time.py --layers        cost per layer of larger programs
 
 Two ranks of one local device each, rank r with all its threads on core r; the same
@@ -17,6 +18,9 @@ ours_s, peer_s, compiled_peer_s: Time of a step, the optimizer's included. Where
     is no compiled peer, `compiled_error` says why.
 ratio: ours_s / peer_s, of the same turn; the median.
 spread: The same ratio's first and third quartiles.
+peer_schedule (with `--together`): That of the peer. All schedules of both sides take
+    their turns in the same rounds then, with no other columns than these; a last row
+    has the fastest of ours and the fastest of theirs, by medians.
 efficiency: Time that a step would take without any cost of distribution, by the time
     that it takes: `single_s * (M + P - 1) / (M * P) / ours_s` for M microbatches on P
     ranks. `single_s` is the time in which one process on one core runs the programs of
@@ -74,6 +78,7 @@ class Job:
     is_compiled: bool
     cores: Sequence[int]
     rounds: int = ROUNDS
+    is_together: bool = False
 
 
 class Bench:
@@ -119,6 +124,35 @@ class Bench:
         check_pinned(self.core)
         return row
 
+    def together(self, microbatches: int) -> list[dict[str, Any]]:
+        """Measure all schedules in the same turns, and compare the fastest ones."""
+        makers = {"ours": sides.ours(), "peer": sides.peer(self._gloo)}
+        turns: dict[str, Side | None] = {
+            f"{schedule} {side}": self._side(make, schedule, microbatches)
+            for schedule in self.job.schedules
+            for side, make in makers.items()
+        }
+        self._warm_up(turns)
+        seconds = self._seconds(turns)
+
+        def row(what: str, ours: str, peer: str) -> dict[str, Any]:
+            times = {"ours": seconds[f"{ours} ours"], "peer": seconds[f"{peer} peer"]}
+            return {
+                "what": what,
+                "model": self.job.size_name,
+                "microbatches": microbatches,
+                "schedule": ours,
+                "peer_schedule": peer,
+                **{f"{side}_s": statistics.median(x) for side, x in times.items()},
+                **ratios(times["ours"], times["peer"]),
+            }
+
+        rows = [row("together", schedule, schedule) for schedule in self.job.schedules]
+        fastest = [
+            min(rows, key=lambda row: row[f"{side}_s"])["schedule"] for side in makers
+        ]
+        return [*rows, row("best", *fastest)]
+
     def _side(self, make: MakeStage, schedule: str, microbatches: int) -> Side:
         indices = sides.stage_indices(schedule, self.rank)
         num_stages = sides.num_stages_of(schedule)
@@ -148,10 +182,18 @@ class Bench:
 
     def _rounds(self, turns: dict[str, Side | None]) -> dict[str, Any]:
         """Let the sides take turns; return times, and what ours compiled meanwhile."""
-        for side in turns.values():
-            self._steps(side, WARM_UP_STEPS)
-        seconds: dict[str, list[float]] = {name: [] for name in turns}
+        self._warm_up(turns)
         before = num_compiles()
+        seconds = self._seconds(turns)
+        found: dict[str, Any] = {
+            f"{name}_s": statistics.median(values) for name, values in seconds.items()
+        }
+        found |= ratios(seconds["ours"], seconds["peer"])
+        return found | {"compiles": sum(gathered(num_compiles() - before))}
+
+    def _seconds(self, turns: dict[str, Side | None]) -> dict[str, list[float]]:
+        """Let the sides take turns; return the time of a step in each."""
+        seconds: dict[str, list[float]] = {name: [] for name in turns}
         for _ in range(self.job.rounds):
             for name, side in turns.items():
                 dist.barrier()
@@ -159,13 +201,11 @@ class Bench:
                 self._steps(side)
                 dist.barrier()
                 seconds[name].append((time.perf_counter() - start) / STEPS)
-        found: dict[str, Any] = {
-            f"{name}_s": statistics.median(values) for name, values in seconds.items()
-        }
-        pairs = zip(seconds["ours"], seconds["peer"], strict=True)
-        first, ratio, third = statistics.quantiles([a / b for a, b in pairs], n=4)
-        found |= {"ratio": ratio, "spread": (first, third)}
-        return found | {"compiles": sum(gathered(num_compiles() - before))}
+        return seconds
+
+    def _warm_up(self, turns: dict[str, Side | None]) -> None:
+        for side in turns.values():
+            self._steps(side, WARM_UP_STEPS)
 
     def _steps(self, side: Side | None, count: int = STEPS) -> None:
         for _ in range(count if side else 0):
@@ -193,6 +233,13 @@ class Bench:
             for name in ACTIONS:
                 delattr(stage, name)
         return statistics.median(sum(gathered(seconds), [])) * 1e6
+
+
+def ratios(ours: Sequence[float], peers: Sequence[float]) -> dict[str, Any]:
+    """Return the median of the ratios of times in the same turn, and the quartiles."""
+    pairs = zip(ours, peers, strict=True)
+    first, ratio, third = statistics.quantiles([a / b for a, b in pairs], n=4)
+    return {"ratio": ratio, "spread": (first, third)}
 
 
 def with_cpu_time(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
@@ -225,6 +272,9 @@ def measure(job: Job) -> list[dict[str, Any]]:
     """Measure all cells; every rank calls, rank 0 returns rows."""
     bench = Bench(job)
     rows = []
+    if job.is_together:
+        rows = sum(map(bench.together, job.counts), [])
+        return rows if bench.rank == 0 else []
     for schedule in job.schedules:
         for microbatches in job.counts:
             rows.append(bench.cell(schedule, microbatches))
@@ -247,6 +297,11 @@ def line_of(row: dict[str, Any]) -> str:
         f"{row['model']} {row['schedule']:21} M={row['microbatches']:<3}"
         f" ours {row['ours_s']:6.3f} s  peer {row['peer_s']:6.3f} s"
         f"  ratio {row['ratio']:.2f} ({first:.2f} to {third:.2f})"
+    )
+    if row["what"] in ("together", "best"):
+        is_best = row["what"] == "best"
+        return f"{line}  best, peer's {row['peer_schedule']}" if is_best else line
+    line += (
         f"  efficiency {row['efficiency']:.2f} ({row['shared_efficiency']:.2f})"
         f"  dispatch {row['dispatch_us']:4.0f} us"
         f"  first step {row['first_step_s']:.1f} s  compiles {row['compiles']}"
@@ -276,6 +331,7 @@ def main() -> None:
     parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--together", action="store_true")
     parser.add_argument("--layers", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -293,8 +349,13 @@ def main() -> None:
             is_compiled=options.compiled,
             cores=cores,
             rounds=options.rounds,
+            is_together=options.together,
         )
-        rows = run(programs.split_backward, 1, options.size, cores[0])
+        rows = (
+            []
+            if options.together
+            else run(programs.split_backward, 1, options.size, cores[0])
+        )
         rows += run(step_time.measure, NUM_RANKS, job)
     for row in rows:
         print(json.dumps(row) if options.json else line_of(row))

@@ -19,12 +19,15 @@ namespace xla_pp {
   X(kEnd, end)                         \
   X(kProduct, product)                 \
   X(kProductSum, product_sum)          \
+  X(kProductBias, product_bias)        \
   X(kSum, sum)                         \
   X(kSoftmax, softmax)                 \
   X(kSoftmaxGrad, softmax_grad)        \
   X(kNorm, norm)                       \
   X(kNormGrad, norm_grad)              \
   X(kNormFactorGrad, norm_factor_grad) \
+  X(kGelu, gelu)                       \
+  X(kGeluGrad, gelu_grad)              \
   X(kCopy, copy)                       \
   X(kAttention, attention)             \
   X(kAttentionGrad, attention_grad)    \
@@ -106,7 +109,7 @@ namespace xla_pp {
   X(num_messages) /* one per device of a sender */                \
   X(num_waiting)  /* receive ops, one per device */
 
-// The attributes of a product, and of one that is added to a sum.
+// The attributes of a product, alone, with a bias, or added to a sum.
 #define XPP_PRODUCT_FIELDS(X) \
   X(batch)                    \
   X(rows)                     \
@@ -133,6 +136,9 @@ namespace xla_pp {
 
 // The attributes of the gradient of its factor.
 #define XPP_NORM_FACTOR_GRAD_FIELDS(X) X(rows) X(columns)
+
+// The attributes of GELU and of its gradient.
+#define XPP_GELU_FIELDS(X) X(count)
 
 // The attributes of a copy of a view of four dimensions. `factor` has the bits of a
 // float.
@@ -242,6 +248,7 @@ constexpr char kAbi[] =
     "norm" XPP_NORM_FIELDS(XPP_FIELD_NAME) "\n"
     "norm_grad" XPP_NORM_GRAD_FIELDS(XPP_FIELD_NAME) "\n"
     "norm_factor_grad" XPP_NORM_FACTOR_GRAD_FIELDS(XPP_FIELD_NAME) "\n"
+    "gelu" XPP_GELU_FIELDS(XPP_FIELD_NAME) "\n"
     "copy" XPP_COPY_FIELDS(XPP_FIELD_NAME) "\n"
     "attention" XPP_ATTENTION_FIELDS(XPP_FIELD_NAME) "\n"
     "attention_grad" XPP_ATTENTION_GRAD_FIELDS(XPP_FIELD_NAME) "\n";

@@ -23,6 +23,7 @@
 #include "attention.h"
 #include "engine.h"
 #include "engines.h"
+#include "gelu.h"
 #include "pages.h"
 #include "pause.h"
 #include "products.h"
@@ -311,13 +312,25 @@ XLA_FFI_DEFINE_HANDLER(kBegin, Begin, ffi::Ffi::Bind().RemainingArgs().Remaining
 
 XLA_FFI_DEFINE_HANDLER(kEnd, End, ffi::Ffi::Bind().RemainingArgs().RemainingRets());
 
-XLA_FFI_Handler* const kHandlers[] = {
-    kSend,         kReceive,           kBegin,
-    kEnd,          ProductHandler(),   ProductSumHandler(),
-    SumHandler(),  SoftmaxHandler(),   SoftmaxGradHandler(),
-    NormHandler(), NormGradHandler(),  NormFactorGradHandler(),
-    CopyHandler(), AttentionHandler(), AttentionGradHandler(),
-    PauseHandler()};
+XLA_FFI_Handler* const kHandlers[] = {kSend,
+                                      kReceive,
+                                      kBegin,
+                                      kEnd,
+                                      ProductHandler(),
+                                      ProductSumHandler(),
+                                      ProductBiasHandler(),
+                                      SumHandler(),
+                                      SoftmaxHandler(),
+                                      SoftmaxGradHandler(),
+                                      NormHandler(),
+                                      NormGradHandler(),
+                                      NormFactorGradHandler(),
+                                      GeluHandler(),
+                                      GeluGradHandler(),
+                                      CopyHandler(),
+                                      AttentionHandler(),
+                                      AttentionGradHandler(),
+                                      PauseHandler()};
 
 }  // namespace
 

@@ -2,7 +2,8 @@
 //
 // Product: two matrices of floats → their product, all flat and in the order of rows;
 // or a batch of each, one after the other. Sum: likewise, and a sum → the sum and the
-// product together, in the sum's memory.
+// product together, in the sum's memory. Biased: two matrices, and a number for each
+// column of the result, which is added to it.
 //
 // The attributes give the number of products, their sides and which factors are stored
 // transposed.
@@ -14,6 +15,7 @@
 
 #include "abi.h"
 #include "parts.h"
+#include "vectors.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace xla_pp {
@@ -39,10 +41,18 @@ ProductFields FieldsOf(ffi::Dictionary attributes) {
   return fields;
 }
 
-// Adds the product to `kept` times the result. Cuts the batch, or the longer side of
-// the result.
+XPP_VECTORS void AddToRows(const float* bias, int64_t rows, int64_t columns,
+                           int64_t step, float* result) {
+  for (int64_t row = 0; row < rows; ++row, result += step) {
+    for (int64_t i = 0; i < columns; ++i) result[i] += bias[i];
+  }
+}
+
+// Adds the product to `kept` times the result, and a bias to each row of a matrix if it
+// is not null. Cuts the batch, or the longer side of the result.
 ffi::Future Compute(ffi::ThreadPool pool, const ProductFields& fields, Floats left,
-                    Floats right, float* result, float kept) {
+                    Floats right, float* result, float kept,
+                    const float* bias = nullptr) {
   const auto [batch, rows, depth, columns, is_left_turned, is_right_turned] = fields;
   const Factor first{left.typed_data(), is_left_turned ? rows : depth,
                      is_left_turned != 0};
@@ -53,6 +63,7 @@ ffi::Future Compute(ffi::ThreadPool pool, const ProductFields& fields, Floats le
   return RunParts(pool, length, batch * rows * depth * columns, [=](Range part) {
     Product product = whole;
     float* out = result;
+    const float* own_bias = bias;
     if (batch > 1) {
       for (int64_t i = part.begin; i < part.begin + part.size; ++i) {
         product.left.data = first.data + i * rows * depth;
@@ -69,8 +80,10 @@ ffi::Future Compute(ffi::ThreadPool pool, const ProductFields& fields, Floats le
       product.right = From(second, 0, part.begin);
       product.columns = part.size;
       out += part.begin;
+      if (bias) own_bias += part.begin;
     }
     Multiply(product, out, columns);
+    if (bias) AddToRows(own_bias, product.rows, product.columns, columns, out);
   });
 }
 
@@ -89,6 +102,12 @@ ffi::Future RunSum(ffi::ThreadPool pool, Floats left, Floats right, Floats sum,
   return Compute(pool, FieldsOf(attributes), left, right, out, 1);
 }
 
+ffi::Future RunBias(ffi::ThreadPool pool, Floats left, Floats right, Floats bias,
+                    ffi::ResultBuffer<ffi::F32> result, ffi::Dictionary attributes) {
+  return Compute(pool, FieldsOf(attributes), left, right, result->typed_data(), 0,
+                 bias.typed_data());
+}
+
 XLA_FFI_DEFINE_HANDLER(kRun, Run,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::ThreadPool>()
@@ -98,6 +117,15 @@ XLA_FFI_DEFINE_HANDLER(kRun, Run,
                            .Attrs());
 
 XLA_FFI_DEFINE_HANDLER(kRunSum, RunSum,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<Floats>()
+                           .Arg<Floats>()
+                           .Arg<Floats>()
+                           .Ret<Floats>()
+                           .Attrs());
+
+XLA_FFI_DEFINE_HANDLER(kRunBias, RunBias,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::ThreadPool>()
                            .Arg<Floats>()
@@ -130,5 +158,7 @@ void Multiply(const Product& product, float* result, int64_t step) {
 XLA_FFI_Handler* ProductHandler() { return kRun; }
 
 XLA_FFI_Handler* ProductSumHandler() { return kRunSum; }
+
+XLA_FFI_Handler* ProductBiasHandler() { return kRunBias; }
 
 }  // namespace xla_pp

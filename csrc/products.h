@@ -46,4 +46,6 @@ XLA_FFI_Handler* ProductHandler();
 
 XLA_FFI_Handler* ProductSumHandler();
 
+XLA_FFI_Handler* ProductBiasHandler();
+
 }  // namespace xla_pp

@@ -18,12 +18,21 @@ import torch_xla_pp as xpp
 from torch_xla_pp import cpu, native, xla_compat
 from torch_xla_pp.compile import Function, LibraryProducts, Program, ProgramSpec
 from torch_xla_pp.compile.lowering import Lowering
-from torch_xla_pp.cpu.products import add_product, multiply, multiply_parts
+from torch_xla_pp.cpu.products import (
+    add_product,
+    multiply,
+    multiply_biased,
+    multiply_parts,
+)
 from torch_xla_pp.testing import Worlds
 
 pytestmark = pytest.mark.worlds
 
-RULES = (LibraryProducts(multiply=multiply, add_product=add_product),)
+RULES = (
+    LibraryProducts(
+        multiply=multiply, multiply_biased=multiply_biased, add_product=add_product
+    ),
+)
 # The last one is cut into parts for several threads.
 SIDES = ((1, 1, 1), (3, 5, 7), (33, 64, 17), (1, 128, 300), (500, 128, 260))
 BATCHES = ((1, 3, 5, 7), (3, 4, 1, 2), (12, 33, 64, 17))
@@ -46,10 +55,14 @@ def turned(value: Tensor, turn: str) -> Tensor:
 
 
 def own_calls(module: fx.GraphModule, args: list[Tensor]) -> int:
-    """Count the calls of the library in a graph."""
+    """Count the calls of the library in a graph, but for those with a bias."""
+    return hlo_text(module, args).count('"torch_xla_pp.product.')
+
+
+def hlo_text(module: fx.GraphModule, args: Sequence[Tensor]) -> str:
     device = [value.to(xla_compat.device()) for value in args]
     outputs = Lowering(module, "test", RULES).run(*device)
-    return xla_compat.hlo_text(list(outputs)).count('"torch_xla_pp.product.')
+    return xla_compat.hlo_text(list(outputs))
 
 
 def check(call: Any, *args: Tensor, num_calls: int) -> None:
@@ -124,9 +137,7 @@ def others(name: str) -> None:
 
 def check_others() -> None:
     torch.manual_seed(0)
-    x, y, bias = torch.randn(4, 6), torch.randn(6, 5), torch.randn(5)
-
-    check(lambda x, y, bias: (torch.addmm(bias, x, y),), x, y, bias, num_calls=1)
+    x, y = torch.randn(4, 6), torch.randn(6, 5)
     # The library has no products of other types here, nor of nothing.
     check(lambda x, y: (x @ y,), x.double(), y.double(), num_calls=0)
     check(lambda x, y: (x @ y,), x.bfloat16(), y.bfloat16(), num_calls=0)
@@ -174,7 +185,7 @@ def trained_products() -> list[str]:
         schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, z: (y @ z.t()).sum())
         schedule.step(torch.randn(8, 6), target=torch.randn(8, 5))
     dist.destroy_process_group()
-    return [target.removeprefix("torch_xla_pp.product.") for target in targets]
+    return [target.removeprefix("torch_xla_pp.") for target in targets]
 
 
 def test_stages_and_losses_of_one_device_multiply_with_the_library(
@@ -183,7 +194,11 @@ def test_stages_and_losses_of_one_device_multiply_with_the_library(
     (found,) = worlds.run(products_of_a_step, ranks=1, keep_workers=True)
     # How many, rows, depth, columns, and whether a factor is stored turned around:
     # the forward, the loss of 4 rows by 4 targets, and the gradients of both.
-    assert {"1.4.6.5.0.1", "1.4.5.4.0.1", "1.5.4.6.1.0"} <= {*found}
+    assert {
+        "product_bias.1.4.6.5.0.1",
+        "product.1.4.5.4.0.1",
+        "product.1.5.4.6.1.0",
+    } <= {*found}
 
 
 def product_of(left: Tensor, right: Tensor) -> Tensor:
@@ -236,9 +251,7 @@ def check_sum(call: Any, *args: Tensor) -> None:
 
 def own_sums(module: fx.GraphModule, args: Sequence[Tensor]) -> int:
     """Count the products that are added to a sum in a graph."""
-    device = [value.to(xla_compat.device()) for value in args]
-    outputs = Lowering(module, "test", RULES).run(*device)
-    text = xla_compat.hlo_text(list(outputs))
+    text = hlo_text(module, args)
     assert '"torch_xla_pp.product.' not in text
     return text.count('"torch_xla_pp.product_sum.')
 
@@ -246,6 +259,64 @@ def own_sums(module: fx.GraphModule, args: Sequence[Tensor]) -> int:
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_product_is_added_in_the_memory_of_a_sum(worlds: Worlds, name: str) -> None:
     worlds.run(sums_of_products, ranks=1, devices=1, args=(name,), keep_workers=True)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor]:
+    return (nn.functional.linear(x, weight, bias),)
+
+
+def linear_of_rows(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor]:
+    """Compute a linear layer as the graphs of stages do."""
+    rows = x.reshape(-1, x.shape[-1]) @ weight.t()
+    return (rows.view(*x.shape[:-1], -1) + bias,)
+
+
+def biased_products(name: str) -> None:
+    with products_of(name):
+        check_biased_products()
+
+
+def check_biased_products() -> None:
+    torch.manual_seed(0)
+    for rows, depth, columns in SIDES:
+        x, weight = torch.randn(rows, depth), torch.randn(columns, depth)
+        bias = torch.randn(columns)
+        for call, shape in (
+            (linear, (rows, depth)),
+            (linear_of_rows, (rows, depth)),
+            (linear_of_rows, (1, rows, depth)),
+        ):
+            args = x.reshape(shape), weight, bias
+            check(call, *args, num_calls=0)
+            assert biased_calls(call, args) == 1
+    x, y, bias = torch.randn(4, 6), torch.randn(6, 5), torch.randn(5)
+    for other in (
+        # What is no number for each column alone.
+        (lambda x, y, bias: (x @ y + bias[:1],), 1),
+        (lambda x, y, bias: (x @ y + bias[None],), 1),
+        (lambda x, y, bias: (x @ y + x[:, :1],), 1),
+        (lambda x, y, bias: ((x @ y).view(5, 4) + bias[:4],), 1),
+        (lambda x, y, bias: (torch.add(x @ y, bias, alpha=2),), 1),
+        (lambda x, y, bias: (torch.addmm(bias[:1], x, y),), 1),
+        (lambda x, y, bias: (torch.addmm(x[:, :1], x, y),), 1),
+        (lambda x, y, bias: ((x @ y).relu() + bias,), 1),
+        # The product is computed once, for both of its readers.
+        (lambda x, y, bias: ((p := x @ y) * (p + bias),), 1),
+        (lambda x, y, bias: (x.double() @ y.double() + bias,), 0),
+    ):
+        check(other[0], x, y, bias, num_calls=other[1])
+        assert biased_calls(other[0], (x, y, bias)) == 0
+
+
+def biased_calls(call: Any, args: Sequence[Tensor]) -> int:
+    """Count the products with a bias in the graph of a function."""
+    text = hlo_text(make_fx(call)(*args), args)
+    return text.count('"torch_xla_pp.product_bias.')
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_product_adds_a_bias_of_its_columns(worlds: Worlds, name: str) -> None:
+    worlds.run(biased_products, ranks=1, devices=1, args=(name,), keep_workers=True)
 
 
 def sums_beside_other_readers() -> None:

@@ -26,11 +26,12 @@ def test_a_product_is_two_operations_per_place_and_summed_size() -> None:
     assert product_flops(HLO) == 2 * (6 * 5 * 4 + 2 * 3 * 3 * 4 + 6 * 4)
 
 
-def test_a_product_of_a_library_counts_as_one_of_xla() -> None:
-    call = """
-  %product = f32[90]{0} custom-call(%left, %right), \
-custom_call_target="torch_xla_pp.product.3.6.4.5.0.1", api_version=API_VERSION_TYPED_FFI
-  %other = f32[30]{0} custom-call(%left), custom_call_target="torch_xla_pp.send.6.4.5.0"
+@pytest.mark.parametrize("op", ["product", "product_sum", "product_bias"])
+def test_a_product_of_a_library_counts_as_one_of_xla(op: str) -> None:
+    call = f"""
+  %product = f32[90]{{0}} custom-call(%left, %right), \
+custom_call_target="torch_xla_pp.{op}.3.6.4.5.0.1", api_version=API_VERSION_TYPED_FFI
+  %other = f32[30]{{0}} custom-call(%left), custom_call_target="torch_xla_pp.send.6.4"
 """
     assert product_flops(call) == 3 * 2 * 6 * 4 * 5
     assert product_flops(HLO + call) == product_flops(HLO) + 3 * 2 * 6 * 4 * 5

@@ -31,6 +31,7 @@ _LISTS = {
     "XPP_NORM_FIELDS": "norm",
     "XPP_NORM_GRAD_FIELDS": "norm_grad",
     "XPP_NORM_FACTOR_GRAD_FIELDS": "norm_factor_grad",
+    "XPP_GELU_FIELDS": "gelu",
     "XPP_COPY_FIELDS": "copy",
     "XPP_ATTENTION_FIELDS": "attention",
     "XPP_ATTENTION_GRAD_FIELDS": "attention_grad",

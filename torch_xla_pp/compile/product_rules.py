@@ -41,36 +41,45 @@ _PRODUCTS = (_aten.mm.default, _aten.bmm.default)
 class LibraryProducts:
     """The rule by which a library multiplies matrices.
 
-    A product that is added to an input goes into the memory of that one: so a backward
-    adds up gradients of weights, whose sums are donated to it.
+    A bias is added by the same call. A product that is added to an input goes into the
+    memory of that one: so a backward adds up gradients of weights, whose sums are
+    donated to it.
 
     Args:
         multiply: Takes two matrices, or batches of them, as they are stored and whether
             each is transposed; returns None for what it cannot multiply.
+        multiply_biased: Likewise, with a bias of the product's columns before them.
         add_product: Likewise, with a value before them to which it adds the product.
     """
 
     multiply: cpu.Product
+    multiply_biased: cpu.BiasedProduct
     add_product: cpu.ProductSum
 
     def __call__(
         self, node: fx.Node, values: Mapping[fx.Node, Any], _: object, /
     ) -> Tensor | None:
-        """Run `mm`, `bmm`, `addmm`, and `add` of an input and a product."""
+        """Run `mm`, `bmm`, `addmm`, and `add` of a product and an input or a bias."""
         if node.target in _PRODUCTS:
             return self.multiply(*_Factors.of(node, values))
         if node.target is _aten.addmm.default and not node.kwargs:
             bias: Any = node.args[0]
-            product = self.multiply(*_Factors.of(node, values))
+            factors = _Factors.of(node, values)
+            biased = self.multiply_biased(values[bias], *factors)
+            if biased is not None:
+                return biased
+            product = self.multiply(*factors)
             return None if product is None else product + values[bias]
         if node.target is _aten.add.Tensor and not node.kwargs:
-            return self._sum(node, values)
+            first, second = node.args
+            if isinstance(first, fx.Node) and isinstance(second, fx.Node):
+                found = self._sum(first, second, values)
+                return self._biased(first, second, values) if found is None else found
         return None
 
-    def _sum(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor | None:
-        total, term = node.args[:2]
-        if not isinstance(total, fx.Node) or not isinstance(term, fx.Node):
-            return None
+    def _sum(
+        self, total: fx.Node, term: fx.Node, values: Mapping[fx.Node, Any]
+    ) -> Tensor | None:
         if total.op != "placeholder" or values[total].shape != values[term].shape:
             return None
         product, is_turned = _stored(term, values[term].dim())
@@ -80,6 +89,21 @@ class LibraryProducts:
         if is_turned:
             factors = factors.turned
         return self.add_product(values[total], *factors)
+
+    def _biased(
+        self, term: fx.Node, bias: fx.Node, values: Mapping[fx.Node, Any]
+    ) -> Tensor | None:
+        """Add a bias to a product whose rows may have been put into more dimensions."""
+        product = term
+        while product.target in _MERGES:
+            product = product.all_input_nodes[0]
+        if product.target is not _aten.mm.default or not _is_read_once(term, product):
+            return None
+        shape = values[term].shape
+        if values[bias].shape != shape[-1:]:
+            return None
+        found = self.multiply_biased(values[bias], *_Factors.of(product, values))
+        return None if found is None else found.reshape(shape)
 
 
 class _Factors(NamedTuple):

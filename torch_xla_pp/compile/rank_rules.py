@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from torch_xla_pp import cpu, env
 from torch_xla_pp.compile.attention_calls import run_attention
 from torch_xla_pp.compile.attention_kernel import AttentionKernel, calls_kernel
+from torch_xla_pp.compile.gelu_rules import run_gelu
 from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.norm_rules import run_norms
 from torch_xla_pp.compile.product_rules import Constraints, LibraryProducts
@@ -51,13 +52,17 @@ def library_rules() -> tuple[LoweringRule, ...]:
         return ()
     multiply = _library_product()
     products = () if multiply is None else (_products(multiply),)
-    own = (run_norms, run_on_rows, copy_views) if cpu.has_own_ops() else ()
+    own = (run_norms, run_on_rows, run_gelu, copy_views) if cpu.has_own_ops() else ()
     attention = (run_attention,) if cpu.has_attention() else ()
     return (*attention, *own, *products)
 
 
 def _products(multiply: cpu.Product) -> LibraryProducts:
-    return LibraryProducts(multiply=multiply, add_product=cpu.add_product)
+    return LibraryProducts(
+        multiply=multiply,
+        multiply_biased=cpu.multiply_biased,
+        add_product=cpu.add_product,
+    )
 
 
 def _sharded_products(world: World) -> ShardedProducts | None:

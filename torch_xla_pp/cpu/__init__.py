@@ -6,7 +6,7 @@ For speed, and so that programs never deadlock:
 * malloc keeps what is freed (`heap`), and XLA uses large blocks again (`blocks`)
 * programs multiply matrices with a library (`products`, `blas`)
 * programs for one device call `csrc/` for sums, softmax and layer norm (`rows`), for
-  copies of views (`views`), and for attention (`heads`)
+  GELU (`gelu`), for copies of views (`views`), and for attention (`heads`)
 * programs for one device save values in the memory of earlier ones (`client`)
 
 None of it is done on other kinds of devices, and no variable or flag is set there.
@@ -24,6 +24,7 @@ from torch_xla_pp.cpu.client import (
     most_small_bytes,
     starting,
 )
+from torch_xla_pp.cpu.gelu import gelu, gelu_grad
 from torch_xla_pp.cpu.handlers import call_handler, fits_own_ops, has_own_ops
 from torch_xla_pp.cpu.heads import (
     Scores,
@@ -34,6 +35,7 @@ from torch_xla_pp.cpu.heads import (
     is_read_in_place,
 )
 from torch_xla_pp.cpu.products import (
+    BiasedProduct,
     PartProduct,
     Product,
     ProductSides,
@@ -41,6 +43,7 @@ from torch_xla_pp.cpu.products import (
     add_product,
     library_product,
     library_product_of_parts,
+    multiply_biased,
 )
 from torch_xla_pp.cpu.rows import (
     norm,
@@ -53,6 +56,7 @@ from torch_xla_pp.cpu.rows import (
 from torch_xla_pp.cpu.views import copied_view
 
 __all__ = [
+    "BiasedProduct",
     "PartProduct",
     "Product",
     "ProductSides",
@@ -67,6 +71,8 @@ __all__ = [
     "copied_view",
     "copying_large_values",
     "fits_own_ops",
+    "gelu",
+    "gelu_grad",
     "has_attention",
     "has_own_ops",
     "is_read_in_place",
@@ -75,6 +81,7 @@ __all__ = [
     "library_product_of_parts",
     "most_joined_bytes",
     "most_small_bytes",
+    "multiply_biased",
     "norm",
     "norm_factor_grad",
     "norm_grad",

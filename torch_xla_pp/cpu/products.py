@@ -34,6 +34,13 @@ ProductSum: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor | 
 """A sum of a value and a product, given as for `Product`; in the value's memory."""
 
 
+BiasedProduct: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor | None]
+"""A product of two matrices, given as for `Product` behind a bias that is added to it.
+
+The bias has a number for each column of the product.
+"""
+
+
 class ProductSides(NamedTuple):
     """What a product computes: `(batch, rows, depth)` by `(batch, depth, columns)`.
 
@@ -124,6 +131,23 @@ def add_product(
     (result,) = call_handler(
         "product_sum", given, shapes, _fields(sides), is_in_place=True
     )
+    return result
+
+
+def multiply_biased(
+    bias: Tensor,
+    left: Tensor,
+    right: Tensor,
+    is_left_turned: bool,
+    is_right_turned: bool,
+) -> Tensor | None:
+    """Return the product of two matrices, see `multiply`, and a bias of its columns."""
+    sides = _sides(left, right, is_left_turned, is_right_turned)
+    is_bias = bias.dtype == torch.float32 and bias.shape == (sides.columns,)
+    if not is_bias or left.dim() != 2 or not _is_taken(left, right, sides):
+        return None
+    given, shapes = [left, right, bias], [(sides.rows, sides.columns)]
+    (result,) = call_handler("product_bias", given, shapes, _fields(sides))
     return result
 
 

@@ -4,9 +4,9 @@ import math
 import re
 
 # A call that multiplies two matrices, or a batch of such pairs (`cpu/products.py`), and
-# may add the result to a sum.
+# may add the result to a sum, or a bias to it.
 _OWN = re.compile(
-    r'custom_call_target="torch_xla_pp\.product(?:_sum)?'
+    r'custom_call_target="torch_xla_pp\.product(?:_sum|_bias)?'
     r"\.(?P<batch>\d+)\.(?P<rows>\d+)\.(?P<depth>\d+)\.(?P<columns>\d+)\."
 )
 _RESULT = re.compile(r"%(?P<name>[\w.-]+) = \w+\[(?P<sizes>[\d,]*)\]")

@@ -18,12 +18,15 @@ Op = Literal[
     "end",
     "product",
     "product_sum",
+    "product_bias",
     "sum",
     "softmax",
     "softmax_grad",
     "norm",
     "norm_grad",
     "norm_factor_grad",
+    "gelu",
+    "gelu_grad",
     "copy",
     "attention",
     "attention_grad",
@@ -95,6 +98,7 @@ SOFTMAX_GRAD_FIELDS = ("rows", "columns")
 NORM_FIELDS = ("rows", "columns", "epsilon", "has_factor", "has_shift")
 NORM_GRAD_FIELDS = ("rows", "columns", "has_factor")
 NORM_FACTOR_GRAD_FIELDS = ("rows", "columns")
+GELU_FIELDS = ("count",)
 COPY_FIELDS = (
     "offset",
     "factor",
@@ -146,6 +150,7 @@ ABI = {
     "norm": NORM_FIELDS,
     "norm_grad": NORM_GRAD_FIELDS,
     "norm_factor_grad": NORM_FACTOR_GRAD_FIELDS,
+    "gelu": GELU_FIELDS,
     "copy": COPY_FIELDS,
     "attention": ATTENTION_FIELDS,
     "attention_grad": ATTENTION_GRAD_FIELDS,
