@@ -108,31 +108,17 @@ ffi::Future RunBias(ffi::ThreadPool pool, Floats left, Floats right, Floats bias
                  bias.typed_data());
 }
 
-XLA_FFI_DEFINE_HANDLER(kRun, Run,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::ThreadPool>()
-                           .Arg<Floats>()
-                           .Arg<Floats>()
-                           .Ret<Floats>()
-                           .Attrs());
+// Two factors; a sum or a bias may be behind them.
+auto Factors() {
+  return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>();
+}
 
-XLA_FFI_DEFINE_HANDLER(kRunSum, RunSum,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::ThreadPool>()
-                           .Arg<Floats>()
-                           .Arg<Floats>()
-                           .Arg<Floats>()
-                           .Ret<Floats>()
-                           .Attrs());
+XLA_FFI_DEFINE_HANDLER(kRun, Run, Factors().Ret<Floats>().Attrs());
+
+XLA_FFI_DEFINE_HANDLER(kRunSum, RunSum, Factors().Arg<Floats>().Ret<Floats>().Attrs());
 
 XLA_FFI_DEFINE_HANDLER(kRunBias, RunBias,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::ThreadPool>()
-                           .Arg<Floats>()
-                           .Arg<Floats>()
-                           .Arg<Floats>()
-                           .Ret<Floats>()
-                           .Attrs());
+                       Factors().Arg<Floats>().Ret<Floats>().Attrs());
 
 }  // namespace
 
