@@ -6,7 +6,7 @@ For speed, and so that programs never deadlock:
 * malloc keeps what is freed (`heap`), and XLA uses large blocks again (`blocks`)
 * programs multiply matrices with a library (`products`, `blas`)
 * programs for one device call `csrc/` for sums, softmax and layer norm (`rows`), for
-  GELU (`gelu`), for copies of views (`views`), and for attention (`heads`)
+  GELU (`activations`), for copies of views (`views`), and for attention (`heads`)
 * programs for one device save values in the memory of earlier ones (`client`)
 
 None of it is done on other kinds of devices, and no variable or flag is set there.
@@ -16,6 +16,7 @@ None of it is done on other kinds of devices, and no variable or flag is set the
 from torch_xla_pp.cpu.before_client import prepare_client
 
 # isort: split
+from torch_xla_pp.cpu.activations import gelu, gelu_grad
 from torch_xla_pp.cpu.client import (
     begin_step,
     copying_large_values,
@@ -24,7 +25,6 @@ from torch_xla_pp.cpu.client import (
     most_small_bytes,
     starting,
 )
-from torch_xla_pp.cpu.gelu import gelu, gelu_grad
 from torch_xla_pp.cpu.handlers import call_handler, fits_own_ops, has_own_ops
 from torch_xla_pp.cpu.heads import (
     Scores,
