@@ -271,9 +271,11 @@ def gathered(value: Any) -> list[Any]:
 def measure(job: Job) -> list[dict[str, Any]]:
     """Measure all cells; every rank calls, rank 0 returns rows."""
     bench = Bench(job)
-    rows = []
+    rows: list[dict[str, Any]] = []
     if job.is_together:
-        rows = sum(map(bench.together, job.counts), [])
+        for microbatches in job.counts:
+            rows += bench.together(microbatches)
+            gc.collect()
         return rows if bench.rank == 0 else []
     for schedule in job.schedules:
         for microbatches in job.counts:
