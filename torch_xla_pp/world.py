@@ -122,6 +122,13 @@ class World:
             found.append(self._partitions_of_dims(value.dim()).get(text))
         return found
 
+    def partition_of(
+        self, sharding: xla_compat.OpSharding, num_dims: int
+    ) -> Partition | None:
+        """Return the partition that a sharding is of, None if it is of none."""
+        text = xla_compat.sharding_text(sharding, num_dims)
+        return self._partitions_of_dims(num_dims).get(text)
+
     def _partitions_of_dims(self, count: int) -> dict[str, Partition]:
         """Return the partitions of values of so many dimensions by their HLO texts."""
         if count not in self._partitions:

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_xla_pp.compile.axis_places import axis_places
 from torch_xla_pp.compile.group_sums.batch_dims import Place
-from torch_xla_pp.compile.sharded_products import partition_at
+from torch_xla_pp.compile.mesh_parts import partition_at
 from torch_xla_pp.mesh import Partition
 
 pytestmark = pytest.mark.pure

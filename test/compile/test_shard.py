@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_xla_pp import cpu, shard, xla_compat
 from torch_xla_pp.compile import Constraints, export_joint
+from torch_xla_pp.compile.mesh_parts import MeshParts
 from torch_xla_pp.compile.sharded_products import ShardedProducts
 from torch_xla_pp.cpu.products import multiply_parts
 from torch_xla_pp.graph import SHARD, axes_of, shard_in_graph
@@ -206,16 +207,16 @@ def test_a_library_multiplies_what_each_device_has(
         targets.append(".".join([*(str(int(side)) for side in args[2]), args[4]]))
         return result
 
-    products = ShardedProducts(
-        multiply=noted,
+    parts = MeshParts(
         local=world.local,
         layout=world.layout.constraint,
         sharding=world.sharding,
         partitions_of=world.partitions_of,
     )
+    products = ShardedProducts(multiply=noted, mesh=parts)
     rule = dataclasses.replace(constraints(mesh), products=products)
     check_attention(mesh, rule, split)
     # Of two linear layers and of attention's two products, forward and backward, where
-    # scores are computed again.
-    assert len(targets) == 13
+    # scores are computed again. One is multiplied again with its bias.
+    assert len(targets) == 14
     assert expected in targets

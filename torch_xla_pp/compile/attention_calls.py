@@ -1,6 +1,6 @@
 """The rule by which attention is a call of `csrc/`, see `lowering`.
 
-For ranks of one CPU device. Queries, keys and values are read where they lie, as a rule
+For CPU devices. Queries, keys and values are read where they lie, as a rule
 in the result of one product. Their gradients are written alike, where they fill a value
 of that shape: what puts them together has nothing to copy then.
 """

@@ -133,5 +133,5 @@ def has_kernel(*args: Any) -> bool:
     if calls_kernel():
         # It must know how dimensions are split.
         return bool(names) and mask is None
-    is_own = env.device_kind() == "CPU" and cpu.has_attention()
-    return is_own and all(map(cpu.fits_own_ops, tensors))
+    is_own = cpu.has_attention() or cpu.has_attention_of_parts()
+    return env.device_kind() == "CPU" and is_own and all(map(cpu.fits_own_ops, tensors))

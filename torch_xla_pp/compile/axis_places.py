@@ -17,9 +17,11 @@ from torch_xla_pp.compile.group_sums.batch_dims import (
     REDUCTIONS,
     Place,
     Places,
+    attention_dims,
     batch_places,
     shape_of,
 )
+from torch_xla_pp.graph import ATTENTION, ATTENTION_BACKWARD
 from torch_xla_pp.mesh import Axis, Partition
 
 _aten = torch.ops.aten
@@ -123,6 +125,14 @@ def _agree(
             if operand in of_sum
         }
         return len(parts) < 2
+    source = node.all_input_nodes[0] if node.target is operator.getitem else node
+    if source.target in (ATTENTION, ATTENTION_BACKWARD):
+        own = attention_dims(source)
+        roles = {
+            own[x].index(places[x].dim) if places[x].dim in own[x] else None
+            for x in operands
+        }
+        return len(roles) < 2 and None not in roles
     # Counted from the last dimension, as operands may have fewer than the result.
     dims = {
         (places[operand].dim - len(shape_of(operand)), places[operand].outer)

@@ -1,6 +1,6 @@
 """The rule by which GELU and its gradient are calls of `csrc/`, see `lowering`.
 
-For ranks of one CPU device. The approximation by a hyperbolic tangent is XLA's.
+For CPU devices. The approximation by a hyperbolic tangent is XLA's.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """The rule by which layer norms are calls of `csrc/`, see `lowering`.
 
-For ranks of one CPU device. A layer norm is several operations in a graph, those of
+For CPU devices. A layer norm is several operations in a graph, those of
 `layer_norm.py`, of which some may be in other programs. It is found by its first one,
 the mean, and its gradients by their last ones. What the call replaces runs as well; if
 nothing else reads it, XLA leaves it out.

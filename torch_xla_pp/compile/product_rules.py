@@ -13,7 +13,7 @@ calls on each device's parts where it is known what these are, see `sharded_prod
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, fx
 
 from torch_xla_pp import cpu, xla_compat
-from torch_xla_pp.compile.axis_places import AxisPlaces
 from torch_xla_pp.compile.group_sums.row_groups import RowGroups
+from torch_xla_pp.compile.mesh_parts import ValueParts
 from torch_xla_pp.compile.ops import is_transpose, views
 from torch_xla_pp.compile.sharded_products import (
     Factor,
+    ProductCall,
     ShardedProducts,
-    partition_at,
 )
 from torch_xla_pp.graph import SHARD, axes_of
 from torch_xla_pp.mesh import LogicalAxes, Partition
@@ -184,15 +184,10 @@ class Constraints:
 
     def _split(
         self, node: fx.Node, values: Mapping[fx.Node, Any], notes: dict[fx.Node, Any]
-    ) -> "_Split | None":
-        """Return what products of a run are split by; noted with the graph's end."""
+    ) -> "_Split":
         assert self.products is not None
-        end = next(iter(reversed(node.graph.nodes)))
-        if end not in notes:
-            places = self.products.places(node.graph, values)
-            notes[end] = _Split(self.products, places)
-        found: _Split = notes[end]
-        return found
+        parts = ValueParts.of_run(self.products.mesh, node, values, notes)
+        return _Split(self.products, parts)
 
 
 class _Split(NamedTuple):
@@ -200,18 +195,11 @@ class _Split(NamedTuple):
 
     Attributes:
         products: How they run.
-        places: What the mesh's axes split in the values of the run.
+        parts: What the mesh's axes split in the values of the run.
     """
 
     products: ShardedProducts
-    places: AxisPlaces
-
-    def partition(
-        self, node: fx.Node, sizes: Sequence[int], num_dims: int
-    ) -> Partition | None:
-        """Return the partition of a value, see `partition_at`; None if not known."""
-        places = self.places.get(node)
-        return None if places is None else partition_at(places, sizes, num_dims)
+    parts: ValueParts
 
 
 class _Apart(NamedTuple):
@@ -255,49 +243,102 @@ class _Products(NamedTuple):
     split: _Split | None = None
 
     def run(self, node: fx.Node) -> Tensor | None:
-        """Run a product, or a view of one that keeps dimensions apart."""
+        """Run a product, a sum of one, or a view of one that keeps dimensions apart."""
         if node.target in _MERGES and node.all_input_nodes[0] in self.known:
             return _parted(self.known[node.all_input_nodes[0]], node)
+        if node.target is _aten.add.Tensor and self.split is not None:
+            return self._sum(node, self.split)
         product = self._product(node)
         if not isinstance(product, _Apart):
             return product
         self.known[node] = product
         return product.value.reshape(-1, *product.value.shape[len(product.sizes) :])
 
+    def _sum(self, node: fx.Node, split: _Split) -> Tensor | None:
+        """Add a product to an input, or a bias to a product; None for other sums."""
+        first, second = node.args
+        if node.kwargs or not (
+            isinstance(first, fx.Node) and isinstance(second, fx.Node)
+        ):
+            return None
+        call: Any
+        if first.op == "placeholder":
+            product, is_turned = _stored(second, self.values[second].dim())
+            is_bare = product.target is not _aten.addmm.default
+            is_once = is_bare and _is_read_once(second, product)
+            call = self._call(product) if is_once else None
+            if isinstance(call, ProductCall):
+                # Sums of gradients are inputs that no pass knows the shape of.
+                total = self.values[first]
+                (partition,) = split.parts.mesh.partitions_of([total])
+                call = call.turned if is_turned else call
+                return split.products.product_sum(Factor(total, partition), call)
+        product = first
+        while product.target in _MERGES:
+            product = product.all_input_nodes[0]
+        is_matrix = product.target is _aten.mm.default
+        if not is_matrix or not _is_read_once(first, product):
+            return None
+        call = self._call(product)
+        if call is None or self.values[second].dim() != 1:
+            return None
+        call = call.call if isinstance(call, _ApartCall) else call
+        found = split.products.biased_product(self._factor(second), call)
+        return None if found is None else found.reshape(self.values[first].shape)
+
     def _product(self, node: fx.Node) -> Tensor | _Apart | None:
         """Compute a product of values that are kept apart, None if it is none."""
+        if node.target is _aten.addmm.default and not node.kwargs:
+            bias: Any = node.args[0]
+            return self._computed(self._call(node), self._factor(bias))
+        return self._computed(self._call(node))
+
+    def _computed(
+        self, call: "ProductCall | _ApartCall | None", bias: Factor | None = None
+    ) -> Tensor | _Apart | None:
+        """Multiply, and add a bias."""
+        if call is None:
+            return None
+        if isinstance(call, _ApartCall):
+            value = self._multiply(call.call, bias)
+            return None if value is None else _Apart(value, call.sizes)
+        return self._multiply(call, bias)
+
+    def _multiply(self, call: ProductCall, bias: Factor | None) -> Tensor | None:
+        """Multiply each device's parts where these are known, else as XLA does.
+
+        What the graph has as it is may be left to torch_xla.
+        """
+        if self.split is not None:
+            products = self.split.products
+            biased = None if bias is None else products.biased_product(bias, call)
+            if biased is not None:
+                return biased
+            found = products.product(call)
+            if found is not None:
+                return found if bias is None else found + bias.value
+        if call.is_plain:
+            return None
+        left, right, sums, batch, _ = call
+        found = xla_compat.product(left.value, right.value, sums, batch)
+        return found if bias is None else found + bias.value
+
+    def _call(self, node: fx.Node) -> "ProductCall | _ApartCall | None":
+        """Return a product of values that are kept apart, None if it is none."""
         operands: Any = node.args
         target: Any = node.target
         if getattr(target, "__func__", None) is RowGroups.product:
             return self._grouped_product(target.__self__, *operands)
-        if node.target is _aten.bmm.default:
+        if target is _aten.bmm.default:
             found = self._batched(*map(self._apart, operands))
             return self._plain_product(*operands) if found is None else found
-        if node.target is _aten.mm.default:
+        if target is _aten.mm.default:
             return self._matrix_product(*operands)
-        if node.target is _aten.addmm.default and not node.kwargs:
-            bias, left, right = operands
-            product = self._matrix_product(left, right)
-            if isinstance(product, _Apart):
-                return product._replace(value=product.value + self.values[bias])
-            return None if product is None else product + self.values[bias]
+        if target is _aten.addmm.default and not node.kwargs:
+            return self._matrix_product(*operands[1:])
         return None
 
-    def _multiply(
-        self,
-        left: Factor,
-        right: Factor,
-        sums: tuple[Sequence[int], Sequence[int]],
-        batch: Sequence[int] = (),
-    ) -> Tensor:
-        """Multiply each device's parts where these are known, else as XLA does."""
-        if self.split is not None:
-            found = self.split.products.product(left, right, sums, batch)
-            if found is not None:
-                return found
-        return xla_compat.product(left.value, right.value, sums, batch)
-
-    def _plain_product(self, left: fx.Node, right: fx.Node) -> Tensor | None:
+    def _plain_product(self, left: fx.Node, right: fx.Node) -> ProductCall | None:
         """Multiply matrices as they are stored, None for torch_xla's product."""
         if self.split is None:
             return None
@@ -308,21 +349,20 @@ class _Products(NamedTuple):
             [count - 2 if is_left_turned else count - 1],
             [count - 1 if is_right_turned else count - 2],
         )
-        return self.split.products.product(first, second, sums, range(count - 2))
+        return ProductCall(first, second, sums, range(count - 2), is_plain=True)
 
     def _stored(self, node: fx.Node) -> tuple[Factor, bool]:
         """Return a matrix as it was before it was transposed, and whether it was."""
-        count = self.values[node].dim()
-        stored, is_turned = _stored(node, count)
-        value = self.values[stored]
-        first = tuple(value.shape[:1])
-        split = self.split
-        partition = None if split is None else split.partition(stored, first, count)
-        return Factor(value, partition), is_turned
+        stored, is_turned = _stored(node, self.values[node].dim())
+        return self._factor(stored), is_turned
+
+    def _factor(self, node: fx.Node) -> Factor:
+        partition = None if self.split is None else self.split.parts.partition(node)
+        return Factor(self.values[node], partition)
 
     def _grouped_product(
         self, rows: RowGroups, left: Any, right: Any, outer: int
-    ) -> Tensor | None:
+    ) -> ProductCall | None:
         """Multiply matrices, one product per group of what is summed over."""
         first, second = self._apart(left), self._apart(right)
         if first is None or second is None or not first.is_turned:
@@ -334,9 +374,11 @@ class _Products(NamedTuple):
             return None
         groups = [_groups(rows, apart, dims[-1]) for apart in (first, second)]
         sums = [dim + 1 for dim in first.merged]
-        return self._multiply(groups[0], groups[1], (sums, sums), [0])
+        return ProductCall(groups[0], groups[1], (sums, sums), [0])
 
-    def _matrix_product(self, left: Any, right: Any) -> Tensor | _Apart | None:
+    def _matrix_product(
+        self, left: Any, right: Any
+    ) -> "ProductCall | _ApartCall | None":
         first, second = self._apart(left), self._apart(right)
         if first is None:
             return self._plain_product(left, right)
@@ -346,11 +388,11 @@ class _Products(NamedTuple):
             if self.split is None or factor.partition is None:
                 factor, is_turned = Factor(self.values[right], None), False
             sums = (last, [1 if is_turned else 0])
-            return _Apart(self._multiply(first.factor, factor, sums), first.sizes)
+            return _ApartCall(ProductCall(first.factor, factor, sums), first.sizes)
         if second is None or second.is_turned or second.sizes != first.sizes:
             return self._plain_product(left, right)
-        merged = first.merged, second.merged
-        return self._multiply(first.factor, second.factor, merged)
+        sums = first.merged, second.merged
+        return ProductCall(first.factor, second.factor, sums)
 
     def _apart(self, node: fx.Node) -> _Apart | None:
         """Return a factor as it was before the graph merged its first dimensions."""
@@ -367,11 +409,13 @@ class _Products(NamedTuple):
             if math.prod(sizes) == merged.shape[0]:
                 value = source.reshape(*sizes, *merged.shape[1:])
                 split = self.split
-                partition = split and split.partition(merge, sizes, value.dim())
+                partition = split and split.parts.partition(merge, sizes, value.dim())
                 return _Apart(value, sizes, is_turned, partition)
         return None
 
-    def _batched(self, left: _Apart | None, right: _Apart | None) -> _Apart | None:
+    def _batched(
+        self, left: _Apart | None, right: _Apart | None
+    ) -> "_ApartCall | None":
         """Multiply matrices at each place of the dimensions that are kept apart."""
         if left is None or right is None or left.sizes != right.sizes:
             return None
@@ -380,8 +424,20 @@ class _Products(NamedTuple):
             [first if left.is_turned else first + 1],
             [first + 1 if right.is_turned else first],
         )
-        value = self._multiply(left.factor, right.factor, sums, left.merged)
-        return _Apart(value, left.sizes)
+        call = ProductCall(left.factor, right.factor, sums, left.merged)
+        return _ApartCall(call, left.sizes)
+
+
+class _ApartCall(NamedTuple):
+    """A product whose first dimensions are merged in the graph, but not here.
+
+    Attributes:
+        call: The product.
+        sizes: Sizes of the dimensions that the graph merges.
+    """
+
+    call: ProductCall
+    sizes: tuple[int, ...]
 
 
 def _parted(product: _Apart, node: fx.Node) -> Tensor | None:

@@ -1,19 +1,25 @@
 """The rules by which a rank's programs run operations, chosen by its devices."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch_xla_pp import cpu, env
 from torch_xla_pp.compile.attention_calls import run_attention
 from torch_xla_pp.compile.attention_kernel import AttentionKernel, calls_kernel
 from torch_xla_pp.compile.gelu_rules import run_gelu
+from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.lowering import LoweringRule
+from torch_xla_pp.compile.mesh_parts import MeshParts, ValueParts
 from torch_xla_pp.compile.norm_rules import run_norms
+from torch_xla_pp.compile.part_calls import PartCalls, part_results
 from torch_xla_pp.compile.product_rules import Constraints, LibraryProducts
 from torch_xla_pp.compile.row_rules import run_on_rows
 from torch_xla_pp.compile.sharded_products import ShardedProducts
 from torch_xla_pp.compile.view_rules import copy_views
+from torch_xla_pp.graph import ATTENTION, ATTENTION_BACKWARD
 from torch_xla_pp.mesh import LogicalAxes, Partition, is_on_mesh
 from torch_xla_pp.world import World
+
+_LOOPS: tuple[LoweringRule, ...] = (run_norms, run_on_rows, run_gelu, copy_views)
 
 
 def is_constrained(world: World) -> bool:
@@ -36,11 +42,42 @@ def rules_of(
     """
     if _library_product() is not None:
         return library_rules()
-    needs_rule = is_constrained(world) or any(map(is_on_mesh, named))
+    is_split = env.device_kind() == "CPU" and cpu.has_ops_of_parts()
+    needs_rule = is_constrained(world) or any(map(is_on_mesh, named)) or is_split
+    others = (*library_rules(), *_kernels(world))
+    if not needs_rule:
+        return others
     products = _sharded_products(world)
     constraints = Constraints(layout=world.constraint, products=products)
-    constrained = (constraints,) if needs_rule else ()
-    return (*library_rules(), *_kernels(world), *constrained)
+    return (*others, *_part_calls(world), constraints)
+
+
+def can_call_attention(
+    world: World, joint: JointGraph, inputs: Mapping[str, Partition | None]
+) -> bool:
+    """Return whether programs can call all that a joint graph has of attention.
+
+    Args:
+        world: The devices of the rank.
+        joint: The graph.
+        inputs: Role → how a value is split, None if that is not known.
+    """
+    if env.device_kind() != "CPU" or not cpu.has_ops_of_parts():
+        return True
+    graph = joint.graph.graph
+    ops = (ATTENTION, ATTENTION_BACKWARD)
+    called = [
+        node for op in ops for node in graph.find_nodes(op="call_function", target=op)
+    ]
+    if not called:
+        return True
+    mesh = _mesh_parts(world)
+    known = {
+        node: inputs.get(role, (None,) * node.meta["val"].dim())
+        for node, role in joint.roles.items()
+    }
+    parts = ValueParts(mesh, mesh.follow(graph, known))
+    return all(part_results(node, parts) is not None for node in called)
 
 
 def library_rules() -> tuple[LoweringRule, ...]:
@@ -52,7 +89,7 @@ def library_rules() -> tuple[LoweringRule, ...]:
         return ()
     multiply = _library_product()
     products = () if multiply is None else (_products(multiply),)
-    own = (run_norms, run_on_rows, run_gelu, copy_views) if cpu.has_own_ops() else ()
+    own = _LOOPS if cpu.has_own_ops() else ()
     attention = (run_attention,) if cpu.has_attention() else ()
     return (*attention, *own, *products)
 
@@ -70,8 +107,21 @@ def _sharded_products(world: World) -> ShardedProducts | None:
     if env.device_kind() != "CPU":
         return None
     multiply = cpu.library_product_of_parts()
-    return multiply and ShardedProducts(
-        multiply=multiply,
+    if multiply is None:
+        return None
+    return ShardedProducts(multiply=multiply, mesh=_mesh_parts(world))
+
+
+def _part_calls(world: World) -> tuple[LoweringRule, ...]:
+    """Return the rules by which each device calls libraries for its parts."""
+    if env.device_kind() != "CPU" or not cpu.has_ops_of_parts():
+        return ()
+    attention = (run_attention,) if cpu.has_attention_of_parts() else ()
+    return (PartCalls(rules=(*attention, *_LOOPS), mesh=_mesh_parts(world)),)
+
+
+def _mesh_parts(world: World) -> MeshParts:
+    return MeshParts(
         local=world.local,
         layout=world.layout.constraint,
         sharding=world.sharding,

@@ -1,6 +1,6 @@
 """The rule by which sums, means and softmax are calls of `csrc/`, see `lowering`.
 
-For ranks of one CPU device. Gradients of biases and of what normalizations scale and
+For CPU devices. Gradients of biases and of what normalizations scale and
 shift are sums of columns; the statistics of a layer norm are means of rows.
 """
 

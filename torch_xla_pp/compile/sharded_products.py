@@ -11,24 +11,15 @@ summed over come next or last.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor, fx
+from torch import Tensor
 
 from torch_xla_pp import cpu, xla_compat
-from torch_xla_pp.compile.axis_places import AxisPlaces, axis_places
-from torch_xla_pp.compile.group_sums.batch_dims import shape_of
-from torch_xla_pp.graph import SHARD, axes_of
-from torch_xla_pp.mesh import (
-    Axis,
-    LocalMesh,
-    LogicalAxes,
-    Partition,
-    axis_names,
-    axis_of,
-)
+from torch_xla_pp.compile.mesh_parts import MeshParts, partition_text
+from torch_xla_pp.mesh import Partition, axis_names, axis_of
 
 
 class Factor(NamedTuple):
@@ -43,98 +34,102 @@ class Factor(NamedTuple):
     partition: Partition | None
 
 
+class ProductCall(NamedTuple):
+    """A product, see `xla_compat.product`.
+
+    Attributes:
+        left: The left factor.
+        right: The right one.
+        sums: Of each factor the dimensions that are summed over.
+        batch: The dimensions of both factors that stay, the first ones.
+        is_plain: Whether it is what the graph has, without dimensions kept apart.
+    """
+
+    left: Factor
+    right: Factor
+    sums: tuple[Sequence[int], Sequence[int]]
+    batch: Sequence[int] = ()
+    is_plain: bool = False
+
+    @property
+    def turned(self) -> "ProductCall":
+        """The product with its factors in the other order."""
+        return ProductCall(self.right, self.left, self.sums[::-1], self.batch)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedProducts:
     """How products run on each device's parts.
 
     Args:
         multiply: Multiplies one device's parts.
-        local: The devices.
-        layout: Takes the axes that `shard` was called with; returns the partition, None
-            for any.
-        sharding: Returns torch_xla's sharding for a partition.
-        partitions_of: Returns the partitions of values, None where these are not known.
+        mesh: How values are cut.
     """
 
     multiply: cpu.PartProduct
-    local: LocalMesh
-    layout: Callable[[LogicalAxes], Partition | None]
-    sharding: Callable[[Partition], xla_compat.OpSharding]
-    partitions_of: Callable[[Sequence[Tensor]], list[Partition | None]]
+    mesh: MeshParts
 
-    def places(self, graph: fx.Graph, values: Mapping[fx.Node, Any]) -> AxisPlaces:
-        """Find what the mesh's axes split in a graph whose placeholders are known."""
-        inputs = [
-            node
-            for node in graph.nodes
-            if shape_of(node)
-            and node.op in ("placeholder", "get_attr")
-            and isinstance(values.get(node), Tensor)
-        ]
-        found = self.partitions_of([values[node] for node in inputs])
-        known = dict(zip(inputs, found, strict=True))
-        for node in graph.find_nodes(op="call_function", target=SHARD):
-            axes: Any = node.args[1]
-            layout = self.layout(axes_of(axes))
-            if layout is not None:
-                known[node] = layout
-        return axis_places(graph, known, self.local.axis_size)
-
-    def product(
-        self,
-        left: Factor,
-        right: Factor,
-        sums: tuple[Sequence[int], Sequence[int]],
-        batch: Sequence[int] = (),
-    ) -> Tensor | None:
+    def product(self, call: "ProductCall") -> Tensor | None:
         """Multiply as `xla_compat.product` does; None for what is XLA's."""
-        plan = _plan(left, right, sums, len(batch))
+        return self._result(call, None)
+
+    def product_sum(self, total: Factor, call: "ProductCall") -> Tensor | None:
+        """Add a product to a value, in its memory; None if that is XLA's."""
+        return self._result(call, _Added(total, is_bias=False))
+
+    def biased_product(self, bias: Factor, call: "ProductCall") -> Tensor | None:
+        """Add a number for each column to a product; None if that is XLA's."""
+        return self._result(call, _Added(bias, is_bias=True))
+
+    def _result(self, call: "ProductCall", added: "_Added | None") -> Tensor | None:
+        left, right = call.left, call.right
+        plan = _plan(call)
         if plan is None or not self._divides(left, plan.left, right, plan.right):
             return None
-        shape = (*left.value.shape[: len(batch)], *plan.free_shape)
-        partition: Partition = (*plan.left[: len(batch)], *plan.free)
+        num_batch = len(call.batch)
+        shape = (*left.value.shape[:num_batch], *plan.free_shape)
+        partition: Partition = (*plan.left[:num_batch], *plan.free)
+        if added is not None and not _fits(added, shape, partition, plan, num_batch):
+            return None
         if plan.summed:
             axis = axis_of(plan.summed)
-            shape = (self.local.axis_size(axis), *shape)
+            shape = (self.mesh.local.axis_size(axis), *shape)
             partition = (axis, *partition)
         part = self.multiply(
             self._parts(left, plan.left),
             self._parts(right, plan.right),
-            self._sides(left, right, plan, sums, len(batch)),
-            self.local.shard_shape(shape, partition),
-            _text(shape, partition),
+            self._sides(call, plan),
+            self.mesh.part_shape(shape, partition),
+            partition_text(shape, partition),
+            added and cpu.Addend(self._added(added.value), added.is_bias),
         )
         if part is None:
             return None
-        sharding, dtype = self.sharding(partition), left.value.dtype
-        whole = xla_compat.from_shards(part, sharding, shape, dtype)
+        whole = self.mesh.leave(part, partition, shape, left.value.dtype)
         return whole.sum(0) if plan.summed else whole
+
+    def _added(self, added: Factor) -> Tensor:
+        assert added.partition is not None
+        return self.mesh.enter(added.value, added.partition)
 
     def _parts(self, factor: Factor, partition: Partition) -> Tensor:
         """Return each device's part; a factor that is split otherwise moves first."""
-        value, sharding = factor.value, self.sharding(partition)
+        value = factor.value
         if partition != factor.partition:
-            value = xla_compat.constrain(value, sharding)
-        return xla_compat.to_shards(value, sharding)
+            value = xla_compat.constrain(value, self.mesh.sharding(partition))
+        return self.mesh.enter(value, partition)
 
     def _divides(
         self, left: Factor, of_left: Partition, right: Factor, of_right: Partition
     ) -> bool:
-        faults = self.local.faults(tuple(left.value.shape), of_left)
-        return not faults + self.local.faults(tuple(right.value.shape), of_right)
+        is_left = self.mesh.divides(left.value.shape, of_left)
+        return is_left and self.mesh.divides(right.value.shape, of_right)
 
-    def _sides(
-        self,
-        left: Factor,
-        right: Factor,
-        plan: "_Plan",
-        sums: tuple[Sequence[int], Sequence[int]],
-        num_batch: int,
-    ) -> cpu.ProductSides:
-        first = self.local.shard_shape(tuple(left.value.shape), plan.left)
-        second = self.local.shard_shape(tuple(right.value.shape), plan.right)
-        batch = math.prod(first[:num_batch])
-        depth = math.prod(first[dim] for dim in sums[0])
+    def _sides(self, call: "ProductCall", plan: "_Plan") -> cpu.ProductSides:
+        first = self.mesh.part_shape(call.left.value.shape, plan.left)
+        second = self.mesh.part_shape(call.right.value.shape, plan.right)
+        batch = math.prod(first[: len(call.batch)])
+        depth = math.prod(first[dim] for dim in call.sums[0])
         return cpu.ProductSides(
             batch=batch,
             rows=math.prod(first) // (batch * depth),
@@ -143,6 +138,29 @@ class ShardedProducts:
             is_left_turned=plan.is_left_turned,
             is_right_turned=plan.is_right_turned,
         )
+
+
+class _Added(NamedTuple):
+    value: Factor
+    is_bias: bool
+
+
+def _fits(
+    added: _Added,
+    shape: Sequence[int],
+    partition: Partition,
+    plan: "_Plan",
+    num_batch: int,
+) -> bool:
+    """Return whether each device may add its part of a value to that of a product."""
+    value = added.value
+    if plan.summed:
+        return False
+    if not added.is_bias:
+        return value.partition == partition and value.value.shape == tuple(shape)
+    is_matrix = num_batch == 0 and plan.num_columns_dims == 1
+    is_row = value.value.shape == tuple(shape[-1:])
+    return is_matrix and is_row and value.partition == partition[-1:]
 
 
 class _Plan(NamedTuple):
@@ -156,6 +174,7 @@ class _Plan(NamedTuple):
         summed: The axes of the mesh that split what is summed over.
         is_left_turned: Whether these dimensions come next to the batch in the left one.
         is_right_turned: Whether they are the last ones of the right one.
+        num_columns_dims: How many dimensions of the result are those of the right one.
     """
 
     left: Partition
@@ -165,15 +184,12 @@ class _Plan(NamedTuple):
     summed: tuple[str, ...]
     is_left_turned: bool
     is_right_turned: bool
+    num_columns_dims: int
 
 
-def _plan(
-    left: Factor,
-    right: Factor,
-    sums: tuple[Sequence[int], Sequence[int]],
-    num_batch: int,
-) -> _Plan | None:
+def _plan(call: "ProductCall") -> _Plan | None:
     """Cut a product so that both factors' parts fit, None if nothing is known."""
+    left, right, sums, num_batch = call.left, call.right, call.sums, len(call.batch)
     if left.partition is None or right.partition is None:
         return None
     is_next = [
@@ -209,6 +225,7 @@ def _plan(
         summed=tuple(summed_axes),
         is_left_turned=bool(is_next[0]),
         is_right_turned=not is_next[1],
+        num_columns_dims=len(dims[1]),
     )
 
 
@@ -217,38 +234,3 @@ def _is_next(count: int, num_batch: int, summed: Sequence[int]) -> bool | None:
     if list(summed) == list(range(count - len(summed), count)):
         return False
     return True if list(summed) == [num_batch + i for i in range(len(summed))] else None
-
-
-def _text(shape: Sequence[int], partition: Partition) -> str:
-    """Tell apart results of equal parts."""
-    axes = ["+".join(axis_names(axis)) for axis in partition]
-    return "x".join(
-        f"{size}/{axis}" if axis else str(size)
-        for size, axis in zip(shape, axes, strict=True)
-    )
-
-
-def partition_at(
-    places: Mapping[Axis, Any], sizes: Sequence[int], num_dims: int
-) -> Partition | None:
-    """Return the partition of a value whose dimension 0 is kept apart.
-
-    Args:
-        places: Where the axes are in the value with the dimension merged.
-        sizes: The sizes that are merged into it.
-        num_dims: How many dimensions the value has apart.
-    """
-    partition: list[Axis] = [None] * num_dims
-    ends = [1, *itertools.accumulate(sizes, lambda a, b: a * b)][:-1]
-    for axis, (dim, outer) in places.items():
-        if dim == 0 and outer in ends:
-            # Behind dimensions of size one, which nothing splits.
-            index = max(i for i, end in enumerate(ends) if end == outer)
-        elif dim > 0 and outer == 1:
-            index = len(sizes) + dim - 1
-        else:
-            return None
-        if partition[index] is not None:
-            return None
-        partition[index] = axis
-    return tuple(partition)

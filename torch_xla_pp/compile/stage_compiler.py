@@ -9,15 +9,16 @@ from torch import Tensor
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.group_sums.grouping import grouping_of
 from torch_xla_pp.compile.joint_graph import JointGraph
+from torch_xla_pp.compile.names import input_role, tangent
 from torch_xla_pp.compile.partition import Remat
-from torch_xla_pp.compile.rank_rules import rules_of
+from torch_xla_pp.compile.rank_rules import can_call_attention, rules_of
 from torch_xla_pp.compile.stage_programs import StagePrograms, ValueSizes
 from torch_xla_pp.compile.stage_specs import Borders
 from torch_xla_pp.compile.stage_tracer import StageCall, StageTracer, example_like
 from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.graph import Captured, Template
 from torch_xla_pp.hlo import OpShardingArgs
-from torch_xla_pp.mesh import TensorSpec
+from torch_xla_pp.mesh import Partition, TensorSpec
 from torch_xla_pp.plan import Mode, Offer, StagePlan, Tilings
 from torch_xla_pp.world import World
 
@@ -163,6 +164,8 @@ class StageCompiler(Generic[LinksT]):
         """
         if (mode, offered) not in self._compiled:
             joint = self._export(mode)
+            if not self._can_call_attention(joint):
+                joint = self._export(mode, has_kernels=False)
             self._check_written(mode)
             made = self._made(joint, offered)
             self._compiled[mode, offered] = made
@@ -219,7 +222,22 @@ class StageCompiler(Generic[LinksT]):
             )
         )
 
-    def _export(self, mode: Mode) -> JointGraph:
+    def _can_call_attention(self, joint: JointGraph) -> bool:
+        world, plan = self._source.world, self.plan
+        outputs = self._outputs_of(joint)
+        known: dict[str, Partition | None] = {
+            role(index): spec.partition
+            for role, specs in ((input_role, plan.inputs), (tangent, outputs))
+            for index, spec in enumerate(specs)
+        }
+        fixed = self._source.fixed
+        used = fixed.used_shardings()
+        for role, (args, count) in fixed.layouts().items():
+            sharding = used.get(role) or xla_compat.sharding_from_args(*args)
+            known[role] = world.partition_of(sharding, count)
+        return can_call_attention(world, joint, known)
+
+    def _export(self, mode: Mode, *, has_kernels: bool = True) -> JointGraph:
         plan = self.plan
         received = [example_of(spec) for spec in plan.received]
         given = [example_of(spec) for spec in plan.given]
@@ -233,7 +251,7 @@ class StageCompiler(Generic[LinksT]):
             tensors=[*received, *given],
         )
         try:
-            return self._source.tracer.trace(call)
+            return self._source.tracer.trace(call, has_kernels=has_kernels)
         except PipelineError:
             raise
         except Exception as error:

@@ -73,12 +73,17 @@ class StageTracer:
         self._in_shapes = in_shapes
         self._ahead: tuple[StageCall, JointGraph] | None = None
 
-    def trace(self, call: StageCall) -> JointGraph:
-        """Return the joint graph for a call; the caller may change it."""
+    def trace(self, call: StageCall, *, has_kernels: bool = True) -> JointGraph:
+        """Return the joint graph for a call; the caller may change it.
+
+        Args:
+            call: The call.
+            has_kernels: Whether operations stay that the devices' kernels compute.
+        """
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0].is_like(call):
+        if has_kernels and ahead is not None and ahead[0].is_like(call):
             return ahead[1]
-        return self._export(call)
+        return self._export(call, has_kernels)
 
     def trace_ahead(self, mode: Mode, shapes: int, examples: Sequence[Tensor]) -> None:
         """Trace the module for the call that is likely to come.
@@ -96,13 +101,17 @@ class StageTracer:
             # If it is the module's fault, the trace that is planned raises again.
             _logger.debug("a stage cannot be traced ahead of its plan", exc_info=True)
 
-    def _export(self, call: StageCall) -> JointGraph:
+    def _export(self, call: StageCall, has_kernels: bool = True) -> JointGraph:
         with (
             self._in_shapes(call.shapes),
             sharding_outputs(self._module, self._activations),
         ):
             return export_joint(
-                self._module, call.args, call.kwargs, call.tensors, has_kernels=True
+                self._module,
+                call.args,
+                call.kwargs,
+                call.tensors,
+                has_kernels=has_kernels,
             )
 
 

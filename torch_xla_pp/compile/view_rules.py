@@ -1,6 +1,6 @@
 """Where values lie in others, and the rule by which copies of views are calls of ours.
 
-For ranks of one CPU device, see `lowering`. Attention copies its heads before they are
+For CPU devices, see `lowering`. Attention copies its heads before they are
 multiplied with a matrix.
 """
 

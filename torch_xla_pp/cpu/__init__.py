@@ -5,8 +5,8 @@ For speed, and so that programs never deadlock:
 * XLA's client gets enough threads, and no XNNPACK (`before_client`)
 * malloc keeps what is freed (`heap`), and XLA uses large blocks again (`blocks`)
 * programs multiply matrices with a library (`products`, `blas`)
-* programs for one device call `csrc/` for sums, softmax and layer norm (`rows`), for
-  GELU (`activations`), for copies of views (`views`), and for attention (`heads`)
+* programs call `csrc/` for sums, softmax and layer norm (`rows`), for GELU
+  (`activations`), for copies of views (`views`), and for attention (`heads`)
 * programs for one device save values in the memory of earlier ones (`client`)
 
 None of it is done on other kinds of devices, and no variable or flag is set there.
@@ -25,16 +25,24 @@ from torch_xla_pp.cpu.client import (
     most_small_bytes,
     starting,
 )
-from torch_xla_pp.cpu.handlers import call_handler, fits_own_ops, has_own_ops
+from torch_xla_pp.cpu.handlers import (
+    call_handler,
+    calling_on_parts,
+    fits_own_ops,
+    has_ops_of_parts,
+    has_own_ops,
+)
 from torch_xla_pp.cpu.heads import (
     Scores,
     Strided,
     attend,
     attend_grad,
     has_attention,
+    has_attention_of_parts,
     is_read_in_place,
 )
 from torch_xla_pp.cpu.products import (
+    Addend,
     BiasedProduct,
     PartProduct,
     Product,
@@ -56,6 +64,7 @@ from torch_xla_pp.cpu.rows import (
 from torch_xla_pp.cpu.views import copied_view
 
 __all__ = [
+    "Addend",
     "BiasedProduct",
     "PartProduct",
     "Product",
@@ -68,12 +77,15 @@ __all__ = [
     "attend_grad",
     "begin_step",
     "call_handler",
+    "calling_on_parts",
     "copied_view",
     "copying_large_values",
     "fits_own_ops",
     "gelu",
     "gelu_grad",
     "has_attention",
+    "has_attention_of_parts",
+    "has_ops_of_parts",
     "has_own_ops",
     "is_read_in_place",
     "is_recycling",

@@ -1,4 +1,4 @@
-"""GELU in programs for one CPU device.
+"""GELU in programs for CPU devices.
 
 XLA computes its error function by a quotient, with vectors of 8 numbers. Here it and
 its gradient are calls of `csrc/`. The error of GELU by its input is at most 2e-7, that

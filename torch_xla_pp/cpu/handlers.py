@@ -1,11 +1,13 @@
 """The compiled library's ops for programs of CPU devices."""
 
+import contextlib
 import ctypes
 import functools
 import logging
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -14,6 +16,8 @@ from torch_xla_pp import env, native, xla_compat
 from torch_xla_pp.hlo import CallShape, written_call
 
 _OPS = "torch_xla_pp."
+# What tells calls on parts apart, None where values are whole.
+_whole: ContextVar[str | None] = ContextVar("whole", default=None)
 _logger = logging.getLogger(__name__)
 
 
@@ -36,12 +40,33 @@ def find_handlers() -> ctypes.CDLL | None:
 
 @functools.cache
 def has_own_ops() -> bool:
-    """Return whether programs call these ops; kept from the first call on.
+    """Return whether programs call these ops on whole values; kept from the first call.
 
     They do on one CPU device: XLA cannot split a call over several.
     """
     is_one = env.device_kind() == "CPU" and xla_compat.num_local_devices() == 1
     return is_one and find_handlers() is not None
+
+
+@functools.cache
+def has_ops_of_parts() -> bool:
+    """Return whether programs call these ops on each device's parts, on several."""
+    is_one = env.device_kind() != "CPU" or xla_compat.num_local_devices() == 1
+    return not is_one and find_handlers() is not None
+
+
+@contextlib.contextmanager
+def calling_on_parts(whole: str) -> Iterator[None]:
+    """Let `call_handler` take one device's parts of values, within `to_shards`.
+
+    Args:
+        whole: What tells calls apart whose whole results differ, but not the parts.
+    """
+    token = _whole.set(whole)
+    try:
+        yield
+    finally:
+        _whole.reset(token)
 
 
 def fits_own_ops(value: object) -> bool:
@@ -59,7 +84,7 @@ def call_handler(
     *,
     is_in_place: bool = False,
 ) -> list[Tensor]:
-    """Call one of the library's ops in a program for one device.
+    """Call one of the library's ops in a program for one device, or on its parts.
 
     Args:
         op: Which one; its operands are float32 or bool, its results float32.
@@ -68,39 +93,22 @@ def call_handler(
         fields: Its attributes, which say the sizes of all operands.
         is_in_place: Whether the only result takes the memory of the last operand.
     """
+    whole = _whole.get()
+    others = [] if whole is None else [whole]
     module = written_call(
-        _registered(op, fields.values()),
+        _registered(op, [*fields.values(), *others]),
         [_call_shape(value.shape, value.dtype) for value in values],
         [_call_shape(shape, torch.float32) for shape in shapes],
         xla_compat.attributes_text(fields),
         is_in_place=is_in_place,
+        is_manual=whole is not None,
     )
-    return xla_compat.call_module(module, values)
+    results = xla_compat.call_module(module, values)
+    return results if whole is None else [*map(xla_compat.manual, results)]
 
 
 def _call_shape(shape: Sequence[int], dtype: torch.dtype) -> CallShape:
     return CallShape(str(dtype).removeprefix("torch."), tuple(shape))
-
-
-def call_on_parts(
-    op: "native.Op",
-    parts: Sequence[Tensor],
-    shapes: Sequence[Sequence[int]],
-    fields: Mapping[str, int],
-    others: Sequence[int | str] = (),
-) -> list[Tensor]:
-    """Call an op on one device's parts of values, within `to_shards`.
-
-    Args:
-        op: As in `call_handler`, as are its fields.
-        parts: The operands.
-        shapes: Those of the results.
-        fields: Its attributes.
-        others: What tells calls apart whose whole results differ, but not the fields.
-    """
-    target = _registered(op, [*fields.values(), *others])
-    dtypes = [torch.float32] * len(shapes)
-    return xla_compat.custom_call(target, parts, shapes, dtypes, fields)
 
 
 def _registered(op: "native.Op", numbers: Iterable[int | str]) -> str:

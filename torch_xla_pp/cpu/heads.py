@@ -1,4 +1,4 @@
-"""Attention and its gradients, in programs for one CPU device.
+"""Attention and its gradients, in programs for CPU devices.
 
 XLA computes it by products of whole matrices and loops over all scores between them.
 The calls of `csrc/` have the scores of some rows and keys at a time, which stay in the
@@ -12,8 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_xla_pp.cpu.handlers import bits_of, call_handler, has_own_ops
-from torch_xla_pp.cpu.products import library_product
+from torch_xla_pp.cpu.handlers import (
+    bits_of,
+    call_handler,
+    has_ops_of_parts,
+    has_own_ops,
+)
+from torch_xla_pp.cpu.products import library_product, library_product_of_parts
 
 
 class Strided(NamedTuple):
@@ -31,6 +36,11 @@ class Strided(NamedTuple):
 def has_attention() -> bool:
     """Return whether programs call these ops: on one CPU device that has a library."""
     return has_own_ops() and library_product() is not None
+
+
+def has_attention_of_parts() -> bool:
+    """Return whether programs for several devices call these ops on parts."""
+    return has_ops_of_parts() and library_product_of_parts() is not None
 
 
 def is_read_in_place(view: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Products of matrices by a library in programs for one CPU device.
+"""Products of matrices by a library in programs for CPU devices.
 
 On a CPU, libraries multiply several times as fast as XLA does (`blas` chooses one). So
 a program of a rank with CPU devices calls it for its products of float32 matrices; XLA
@@ -14,14 +14,14 @@ those of ranks on other kinds of devices or without such a library, and all unde
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from torch_xla_pp import env, xla_compat
 from torch_xla_pp.cpu.blas import find_blas
-from torch_xla_pp.cpu.handlers import call_handler, call_on_parts, find_handlers
+from torch_xla_pp.cpu.handlers import call_handler, calling_on_parts, find_handlers
 
 Product: TypeAlias = Callable[[Tensor, Tensor, bool, bool], Tensor | None]
 """A product of two matrices, given as they are stored and whether each is transposed.
@@ -61,15 +61,47 @@ class ProductSides(NamedTuple):
     is_right_turned: bool
 
 
-PartProduct: TypeAlias = Callable[
-    [Tensor, Tensor, ProductSides, Sequence[int], str], Tensor | None
-]
-"""A product of one device's parts of two factors, within `to_shards`.
+class PartProduct(Protocol):
+    """A product of one device's parts of two factors, within `to_shards`."""
 
-It takes the parts, what is computed, the shape of the result's part, and a text that
-tells products apart whose whole results differ, but not the parts. It returns None for
-what it cannot multiply.
-"""
+    def __call__(
+        self,
+        left: Tensor,
+        right: Tensor,
+        sides: ProductSides,
+        shape: Sequence[int],
+        whole: str,
+        added: "Addend | None" = None,
+        /,
+    ) -> Tensor | None:
+        """Multiply.
+
+        Args:
+            left: The part of the left factor.
+            right: That of the right one.
+            sides: What is computed.
+            shape: The shape of the result's part.
+            whole: What tells products apart whose whole results differ, but not the
+                parts.
+            added: What is added to the product.
+
+        Returns:
+            The result's part, None for what cannot be multiplied.
+        """
+
+
+class Addend(NamedTuple):
+    """What is added to a product.
+
+    Attributes:
+        value: A value like the product, whose memory the sum takes; or a number for
+            each column.
+        is_bias: Whether it is the latter.
+    """
+
+    value: Tensor
+    is_bias: bool
+
 
 _MAX_SIDE = (1 << 31) - 1  # of the libraries' integers
 
@@ -152,13 +184,26 @@ def multiply_biased(
 
 
 def multiply_parts(
-    left: Tensor, right: Tensor, sides: ProductSides, shape: Sequence[int], whole: str
+    left: Tensor,
+    right: Tensor,
+    sides: ProductSides,
+    shape: Sequence[int],
+    whole: str,
+    added: Addend | None = None,
 ) -> Tensor | None:
     """Multiply one device's parts of factors, see `PartProduct`."""
     if not _is_taken(left, right, sides):
         return None
-    others = [whole] if whole else []
-    return call_on_parts("product", [left, right], [shape], _fields(sides), others)[0]
+    given, fields = [left, right], _fields(sides)
+    with calling_on_parts(whole):
+        if added is None:
+            return call_handler("product", given, [shape], fields)[0]
+        if added.value.dtype != torch.float32:
+            return None
+        given.append(added.value)
+        if added.is_bias:
+            return call_handler("product_bias", given, [shape], fields)[0]
+        return call_handler("product_sum", given, [shape], fields, is_in_place=True)[0]
 
 
 def _sides(

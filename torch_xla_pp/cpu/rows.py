@@ -1,4 +1,4 @@
-"""Sums, softmax and layer norm of rows of matrices, in programs for one CPU device.
+"""Sums, softmax and layer norm of rows of matrices, in programs for CPU devices.
 
 XLA cuts a long sum into loops over 32 elements (its `tree_reduction_rewriter`), each of
 which is compiled on its own and cannot be joined with what is around; a softmax or a

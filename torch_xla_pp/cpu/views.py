@@ -1,4 +1,4 @@
-"""Copies of views of values, in programs for one CPU device.
+"""Copies of views of values, in programs for CPU devices.
 
 A product takes its factors in the order of rows. Where a graph copies a view for that,
 as attention does of its heads, XLA makes one loop for the product, another for what is

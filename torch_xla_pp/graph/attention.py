@@ -1,8 +1,9 @@
 """Attention as one operation, whose kernel is chosen where a stage is compiled.
 
 In a traced model it stays one operation, with one for its gradients. Stages for TPUs
-call a kernel for both, see `compile.attention_kernel`; all other stages compute the
-plain operations below, which define it. As in flash attention, two numbers of each row
+call a kernel for both, see `compile.attention_kernel`, and those for CPUs functions of
+`csrc/`, see `compile.attention_calls`; all other stages compute the plain operations
+below, which define it. As in flash attention, two numbers of each row
 are kept for the backward, and no probabilities. The operation's result has the heads
 behind the length: so a layer reads it, and so it is kept, without a copy.
 
@@ -258,8 +259,9 @@ def attention(
 
     The numbers are those of `scaled_dot_product_attention`. A stage for TPUs calls
     torch_xla's flash attention for it and for its gradient, on each device's part of
-    batch and heads, if JAX is installed; on other devices, and where the kernel does
-    not support the shapes, it is computed by products and exponentials.
+    batch and heads, if JAX is installed, and one for CPUs a function of this package;
+    on other devices, and where these do not support the shapes, it is computed by
+    products and exponentials.
 
     Args:
         query: `(batch, heads, length, head_dim)`.

@@ -15,7 +15,7 @@ _NAME, _ENTRY_NAME, _COMPUTATIONS, _SIGNATURE, _ENTRY = 1, 2, 3, 4, 6
 _INSTRUCTIONS, _ID, _ROOT = 2, 5, 6
 # HloInstructionProto.
 _OPCODE, _SHAPE, _PARAMETER_NUMBER, _TARGET, _OWN_ID, _OPERANDS = 2, 3, 9, 28, 35, 36
-_CONFIG, _IS_LAID_OUT, _LAYOUTS, _ALIASES, _API = 43, 56, 57, 74, 77
+_SHARDING, _CONFIG, _IS_LAID_OUT, _LAYOUTS, _ALIASES, _API = 40, 43, 56, 57, 74, 77
 # OutputOperandAliasing.
 _ALIASED_OPERAND = 2
 # ProgramShapeProto.
@@ -24,6 +24,9 @@ _PARAMETERS, _RESULT, _PARAMETER_NAMES = 1, 2, 3
 _ELEMENT_TYPE, _DIMENSIONS, _TUPLE_SHAPES, _LAYOUT, _ORDER = 2, 3, 4, 5, 1
 _TYPES = {"bool": 1, "float32": 11}
 _TUPLE, _TYPED_FFI = 13, 4
+# OpSharding, and its types.
+_TYPE, _TUPLE_SHARDINGS = 1, 5
+_TUPLE_TYPE, _MANUAL_TYPE = 2, 4
 
 
 class CallShape(NamedTuple):
@@ -45,6 +48,7 @@ def written_call(
     config: str,
     *,
     is_in_place: bool = False,
+    is_manual: bool = False,
 ) -> bytes:
     """Return an `HloModuleProto` that calls a handler of XLA's typed FFI.
 
@@ -57,6 +61,7 @@ def written_call(
         config: The handler's attributes, as MLIR writes a dictionary.
         is_in_place: Whether the only result takes the memory of the last operand, which
             XLA copies before if another operation reads it later.
+        is_manual: Whether the call is part of a graph that is written for one device.
     """
     shapes = [*map(_shape, operands)]
     result = _result([*map(_shape, results)])
@@ -71,8 +76,10 @@ def written_call(
     )
     # Instructions and computations are numbered together.
     root, entry = len(operands), len(operands) + 1
+    one = [(_SHARDING, _MANUAL)] if is_manual else []
+    alike = [(_SHARDING, _manual(len(results)))] if is_manual else []
     parameters = [
-        _instruction(names[i], b"parameter", shapes[i], i, (_PARAMETER_NUMBER, i))
+        _instruction(names[i], b"parameter", shapes[i], i, (_PARAMETER_NUMBER, i), *one)
         for i in places
     ]
     aliased = [(_ALIASES, one_field(_ALIASED_OPERAND, root - 1))] if is_in_place else []
@@ -87,6 +94,7 @@ def written_call(
         (_IS_LAID_OUT, 1),
         *((_LAYOUTS, shape) for shape in shapes),
         *aliased,
+        *alike,
         (_API, _TYPED_FFI),
     )
     computation = _message(
@@ -121,6 +129,13 @@ def _result(shapes: Sequence[bytes]) -> bytes:
     return _message((_ELEMENT_TYPE, _TUPLE), *parts)
 
 
+def _manual(count: int) -> bytes:
+    """Return the sharding of so many results of a manual region."""
+    if count == 1:
+        return _MANUAL
+    return _message((_TYPE, _TUPLE_TYPE), *[(_TUPLE_SHARDINGS, _MANUAL)] * count)
+
+
 def _instruction(
     name: bytes, opcode: bytes, shape: bytes, number: int, *others: _Field
 ) -> bytes:
@@ -130,3 +145,6 @@ def _instruction(
 
 def _message(*fields: _Field) -> bytes:
     return b"".join(one_field(number, value) for number, value in fields)
+
+
+_MANUAL = _message((_TYPE, _MANUAL_TYPE))

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from torch_xla_pp.compile.ops import permutation, views, wrapped
+from torch_xla_pp.graph import ATTENTION, ATTENTION_BACKWARD
 
 _aten = torch.ops.aten
 
@@ -89,8 +90,32 @@ def _place(node: fx.Node, places: Places) -> Place | None:
         return rule(node, places)
     source = node.all_input_nodes[:1]
     if node.target is operator.getitem and source:
+        if source[0].target in (ATTENTION, ATTENTION_BACKWARD):
+            return _attended(node, places)
         return next(_alike(node, source[0].all_input_nodes, places), None)
     return next(_alike(node, node.all_input_nodes, places), None)
+
+
+def attention_dims(node: fx.Node) -> dict[fx.Node, tuple[int, int]]:
+    """Return where the operands of attention have its batch and its heads.
+
+    Args:
+        node: The operation, or its gradients.
+    """
+    is_forward = node.target is ATTENTION
+    turned = () if is_forward else (node.args[0], node.args[5])
+    return {x: (0, 2) if x in turned else (0, 1) for x in node.all_input_nodes}
+
+
+def _attended(node: fx.Node, places: Places) -> Place | None:
+    """Find the place in a result of attention, if it is in the batch or the heads."""
+    source, item = node.all_input_nodes[0], node.args[1]
+    dims = (0, 2) if source.target is ATTENTION and item == 0 else (0, 1)
+    for operand, own in attention_dims(source).items():
+        place = places.get(operand)
+        if place is not None and place.dim in own:
+            return place._replace(dim=dims[own.index(place.dim)])
+    return None
 
 
 def _has_groups(node: fx.Node, place: Place, size: int) -> bool:
