@@ -94,9 +94,7 @@ class LibraryProducts:
         self, term: fx.Node, bias: fx.Node, values: Mapping[fx.Node, Any]
     ) -> Tensor | None:
         """Add a bias to a product whose rows may have been put into more dimensions."""
-        product = term
-        while product.target in _MERGES:
-            product = product.all_input_nodes[0]
+        product = _unmerged(term)
         if product.target is not _aten.mm.default or not _is_read_once(term, product):
             return None
         shape = values[term].shape
@@ -130,6 +128,13 @@ class _Factors(NamedTuple):
         return _Factors(
             self.right, self.left, not self.is_right_turned, not self.is_left_turned
         )
+
+
+def _unmerged(node: fx.Node) -> fx.Node:
+    """Return a value before its dimensions were merged or split."""
+    while node.target in _MERGES:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _is_read_once(node: fx.Node, source: fx.Node) -> bool:
@@ -246,7 +251,9 @@ class _Products(NamedTuple):
         """Run a product, a sum of one, or a view of one that keeps dimensions apart."""
         if node.target in _MERGES and node.all_input_nodes[0] in self.known:
             return _parted(self.known[node.all_input_nodes[0]], node)
-        if node.target is _aten.add.Tensor and self.split is not None:
+        if node.target is _aten.add.Tensor:
+            if self.split is None or node.kwargs:
+                return None
             return self._sum(node, self.split)
         product = self._product(node)
         if not isinstance(product, _Apart):
@@ -257,34 +264,37 @@ class _Products(NamedTuple):
     def _sum(self, node: fx.Node, split: _Split) -> Tensor | None:
         """Add a product to an input, or a bias to a product; None for other sums."""
         first, second = node.args
-        if node.kwargs or not (
-            isinstance(first, fx.Node) and isinstance(second, fx.Node)
-        ):
+        if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
             return None
-        call: Any
-        if first.op == "placeholder":
-            product, is_turned = _stored(second, self.values[second].dim())
-            is_bare = product.target is not _aten.addmm.default
-            is_once = is_bare and _is_read_once(second, product)
-            call = self._call(product) if is_once else None
-            if isinstance(call, ProductCall):
-                # Sums of gradients are inputs that no pass knows the shape of.
-                total = self.values[first]
-                (partition,) = split.parts.mesh.partitions_of([total])
-                call = call.turned if is_turned else call
-                return split.products.product_sum(Factor(total, partition), call)
-        product = first
-        while product.target in _MERGES:
-            product = product.all_input_nodes[0]
-        is_matrix = product.target is _aten.mm.default
-        if not is_matrix or not _is_read_once(first, product):
+        found = self._added(first, second, split)
+        return self._biased(first, second, split) if found is None else found
+
+    def _added(self, total: fx.Node, term: fx.Node, split: _Split) -> Tensor | None:
+        if total.op != "placeholder":
+            return None
+        product, is_turned = _stored(term, self.values[term].dim())
+        if product.target is _aten.addmm.default or not _is_read_once(term, product):
             return None
         call = self._call(product)
-        if call is None or self.values[second].dim() != 1:
+        if not isinstance(call, ProductCall):
+            return None
+        # Sums of gradients are inputs that no pass knows the shape of.
+        value = self.values[total]
+        (partition,) = split.parts.mesh.partitions_of([value])
+        call = call.turned if is_turned else call
+        return split.products.product_sum(Factor(value, partition), call)
+
+    def _biased(self, term: fx.Node, bias: fx.Node, split: _Split) -> Tensor | None:
+        """Add a bias to a product whose rows may have been put into more dimensions."""
+        product = _unmerged(term)
+        if product.target is not _aten.mm.default or not _is_read_once(term, product):
+            return None
+        call, shape = self._call(product), self.values[term].shape
+        if call is None or self.values[bias].shape != shape[-1:]:
             return None
         call = call.call if isinstance(call, _ApartCall) else call
-        found = split.products.biased_product(self._factor(second), call)
-        return None if found is None else found.reshape(self.values[first].shape)
+        found = split.products.biased_product(self._factor(bias), call)
+        return None if found is None else found.reshape(shape)
 
     def _product(self, node: fx.Node) -> Tensor | _Apart | None:
         """Compute a product of values that are kept apart, None if it is none."""
