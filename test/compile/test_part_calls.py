@@ -15,6 +15,7 @@ from torch_xla_pp.compile import Function, Program, ProgramSpec, rules_of
 from torch_xla_pp.compile.layer_norm import layer_norm
 from torch_xla_pp.compile.lowering import Lowering
 from torch_xla_pp.graph import ATTENTION, ATTENTION_BACKWARD
+from torch_xla_pp.hlo import product_flops
 from torch_xla_pp.mesh import Partition
 from torch_xla_pp.world import World
 
@@ -165,6 +166,16 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[tuple[Tensor, Partition]], s
         "",
     ),
 }
+
+
+def test_products_of_attention_are_counted(mesh: Any) -> None:
+    world = World(mesh, None, AxisRules(axes={}))
+    module = make_fx(attention_grads)(HEADS, HEADS, HEADS)
+    values = [world.place(HEADS, BATCH) for _ in range(3)]
+    found = Lowering(module, "test", rules_of(world)).run(*values)
+    batch, heads, length, width = HEADS.shape
+    sizes = batch // 2 * heads * length * length * width
+    assert product_flops(xla_compat.hlo_text(list(found))) == (2 + 5) * 2 * sizes
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -37,5 +37,15 @@ custom_call_target="torch_xla_pp.{op}.3.6.4.5.0.1", api_version=API_VERSION_TYPE
     assert product_flops(HLO + call) == product_flops(HLO) + 3 * 2 * 6 * 4 * 5
 
 
+def test_attention_counts_as_its_products() -> None:
+    def call(op: str) -> str:
+        return (
+            f'custom-call(%q), custom_call_target="torch_xla_pp.{op}.2.3.5.7.11.1.0.9"'
+        )
+
+    assert product_flops(call("attention")) == 2 * 2 * (2 * 3 * 5 * 7 * 11)
+    assert product_flops(call("attention_grad")) == 5 * 2 * (2 * 3 * 5 * 7 * 11)
+
+
 def test_a_program_without_products_does_nothing() -> None:
     assert product_flops("ENTRY %main () -> f32[] {\n}") == 0
