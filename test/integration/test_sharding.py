@@ -4,7 +4,9 @@ Tolerance 1e-5 of the largest value of a tensor, float32: sums are taken in anot
 order.
 """
 
+import copy
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -27,13 +29,17 @@ from integration.sharded import (
     train,
 )
 from joining import join
+from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe
+from torch.nn.functional import gelu, mse_loss
 
 import torch_xla_pp as xpp
 from torch_xla_pp.compile import Explanation
 from torch_xla_pp.testing import Worlds
 
 pytestmark = pytest.mark.worlds
+
+Axes: TypeAlias = str | tuple[str, ...] | None
 
 
 def check(reports: list[Report]) -> None:
@@ -281,3 +287,56 @@ def test_programs_have_the_collectives_of_their_preset_alone(
             collectives, ranks=1, devices=4, args=(list(presets),), timeout_s=240
         )
     assert found == EXPECTED
+
+
+class Inner(nn.Module):
+    """Its rows are split over other axes inside than outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = xpp.shard(x, "batch", None, None)
+        y = xpp.shard(gelu(self.up(x)), "tokens", None, None)
+        y = xpp.shard(self.norm(y), "tokens", None, None)
+        return xpp.shard(x + y, "batch", None, None)
+
+
+def split_inside(batch: Axes, tokens: Axes) -> dict[str, float]:
+    """Return the relative errors of gradients."""
+    group = join()
+    torch.manual_seed(0)
+    eager, x, y = Inner(), torch.randn(8, 40, 64), torch.randn(8, 40, 64)
+    mesh = xpp.init_device_mesh(
+        "xla", (1, 2, 2), mesh_dim_names=("pp", "data", "model")
+    )
+    rules = xpp.AxisRules(axes={"batch": batch, "tokens": tokens})
+    stage = xpp.PipelineStage(
+        copy.deepcopy(eager),
+        0,
+        1,
+        xpp.device(),
+        group=group,
+        mesh=mesh["data", "model"],
+        sharding=rules,
+    )
+    ScheduleGPipe(stage, 1, loss_fn=mse_loss).step(x, target=y)
+    mse_loss(eager(x), y).backward()
+    errors = {}
+    named = dict(stage.submod.named_parameters())
+    for name, parameter in eager.named_parameters():
+        expected, got = parameter.grad, named[name].grad
+        assert expected is not None
+        assert got is not None
+        errors[name] = float((got.cpu() - expected).abs().max() / expected.abs().max())
+    return errors
+
+
+@pytest.mark.parametrize("batch", ["data", ("data", "model")])
+@pytest.mark.parametrize("tokens", ["model", ("data", "model"), None])
+def test_values_inside_a_stage_may_be_split_over_other_axes(
+    worlds: Worlds, batch: Axes, tokens: Axes
+) -> None:
+    (errors,) = worlds.run(split_inside, ranks=1, devices=4, args=(batch, tokens))
+    assert {name: x for name, x in errors.items() if not x < 1e-5} == {}

@@ -210,7 +210,11 @@ def _group_sums(node: fx.Node, parts: ValueParts) -> list[_Result] | None:
     if of_source is None or node.kwargs or place[1] != 1:
         return None
     gone = _axes_of(of_source, dims)
+    rows: Any = node.target.__self__  # type: ignore[union-attr]
     if not gone or axis_of(gone) != of_source[place[0]]:
+        return None
+    # A value inside of a stage may be split over other axes than its batch outside.
+    if parts.mesh.local.axis_size(axis_of(gone)) != rows.size:
         return None
     left = [
         (1, None) if dim in dims else (shape[dim], of_source[dim])
