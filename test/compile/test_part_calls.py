@@ -97,6 +97,11 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[tuple[Tensor, Partition]], s
         [(Y, FIRST), (X, SECOND)],
         "",
     ),
+    "gelu of six dimensions": (
+        lambda x: gelu(x.reshape(4, 2, 3, 2, 4, 8)),
+        [(X, FIRST)],
+        "",
+    ),
     "softmax by rows": (lambda x: softmax(x, -1), [(X, SECOND)], "softmax"),
     "softmax along what is split": (lambda x: softmax(x, -1), [(X, LAST)], ""),
     "gradient of softmax": (

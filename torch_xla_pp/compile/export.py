@@ -197,6 +197,25 @@ def _without_leaks(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _keeping_parameters(module: nn.Module) -> Iterator[None]:
+    """Restore parameters and buffers that a trace has replaced.
+
+    AOTAutograd does so itself, by name; of a part that has two names it leaves the
+    tensors of the trace.
+    """
+    before = [
+        (held, dict(held))
+        for part in module.modules()
+        for held in (part._parameters, part._buffers)
+    ]
+    try:
+        yield
+    finally:
+        for held, old in before:
+            held.update(old)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
 def _updating_buffers(module: nn.Module) -> Iterator[None]:
     """Write into a buffer the tensor that the module replaces it by.
 
@@ -312,6 +331,7 @@ def _export(module: nn.Module, args: list[Tensor], has_kernels: bool) -> Any:
     held = [*args, *module.parameters(), *module.buffers()]
     fake = detect_fake_mode(held) or FakeTensorMode(allow_non_fake_inputs=True)
     with (
+        _keeping_parameters(module),
         contextlib.ExitStack() as stack,
         noting_host_randomness("a stage's forward or loss_fn"),
         marking_checkpoints(),

@@ -21,6 +21,7 @@ from torch_xla_pp.compile.ops import views
 from torch_xla_pp.graph import SHARD, axes_of
 from torch_xla_pp.mesh import Axis, LocalMesh, LogicalAxes, Partition, axis_names
 
+_MOST_DIMS = 5
 _RESIZED = views("view", "expand")  # their second argument is the result's shape
 
 
@@ -84,8 +85,12 @@ class MeshParts:
         return self.local.shard_shape(tuple(shape), partition)
 
     def divides(self, shape: Sequence[int], partition: Partition) -> bool:
-        """Return whether a partition cuts a value into equal parts."""
-        return not self.local.faults(tuple(shape), partition)
+        """Return whether a partition cuts a value into equal parts.
+
+        torch_xla has no shardings of more than five dimensions.
+        """
+        is_known = len(shape) <= _MOST_DIMS
+        return is_known and not self.local.faults(tuple(shape), partition)
 
 
 class ValueParts:

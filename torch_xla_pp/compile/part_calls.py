@@ -67,7 +67,7 @@ class PartCalls:
             return None
         given = [found] if isinstance(found, Tensor) else list(found)
         pairs = list(zip(given, results, strict=True))
-        if any(list(part.shape) != self._part_shape(x) for part, x in pairs):
+        if not all(self._fits(part, result) for part, result in pairs):
             return None
         whole = [self._whole(part, result) for part, result in pairs]
         return whole[0] if isinstance(found, Tensor) else tuple(whole)
@@ -83,16 +83,22 @@ class PartCalls:
             pass
         return None
 
-    def _part_shape(self, result: "_Result") -> list[int]:
-        return self.mesh.part_shape(result.shape, result.partition)
+    def _fits(self, part: Tensor, result: "_Result") -> bool:
+        expected = self.mesh.part_shape(result.shape, result.partition)
+        return list(part.shape) == expected and self.mesh.divides(*self._layout(result))
+
+    def _layout(self, result: "_Result") -> tuple[tuple[int, ...], Partition]:
+        """Return shape and partition, with terms in the first dimension."""
+        if result.terms is None:
+            return result.shape, result.partition
+        count = self.mesh.local.axis_size(result.terms)
+        return (count, *result.shape), (result.terms, *result.partition)
 
     def _whole(self, part: Tensor, result: "_Result") -> Tensor:
         """Return the value of which each device has a part, or a term."""
-        shape, partition = result.shape, result.partition
+        shape, partition = self._layout(result)
         if result.terms is not None:
             part = part.unsqueeze(0)
-            shape = (self.mesh.local.axis_size(result.terms), *shape)
-            partition = (result.terms, *partition)
         part = xla_compat.manual(part)
         whole = self.mesh.leave(part, partition, shape, torch.float32)
         return whole.sum(0) if result.is_added else whole

@@ -95,6 +95,8 @@ class ShardedProducts:
             axis = axis_of(plan.summed)
             shape = (self.mesh.local.axis_size(axis), *shape)
             partition = (axis, *partition)
+        if not self.mesh.divides(shape, partition):
+            return None
         part = self.multiply(
             self._parts(left, plan.left),
             self._parts(right, plan.right),

@@ -18,6 +18,7 @@ of functions that no followed one names.
 
 import dis
 import re
+import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
@@ -438,7 +439,7 @@ class _Walk:
 
     def _visit_function(self, label: str, function: FunctionType) -> None:
         self.findings.append((label, _Same(function.__code__)))
-        if _is_torch(function):
+        if _is_torch(function) or _is_opaque(function):
             return
         self._names.update(_names_in(function.__code__))
         if _is_installed(function.__code__.co_filename):
@@ -488,11 +489,12 @@ def _names_in(code: CodeType) -> frozenset[str]:
 def _globals_in(code: CodeType) -> frozenset[str]:
     """Return the names and texts in a function that may be those of globals.
 
-    Names of attributes are not, unless it may reach its globals as an object.
+    Names of attributes are not, unless it may reach its globals as an object, as by an
+    import of its own module.
     """
     names, found = _names_in(code), set()
     for instruction in dis.get_instructions(code):
-        if instruction.opname == "IMPORT_NAME":
+        if instruction.opname == "IMPORT_NAME" and _may_be_own(instruction.argval):
             return names
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             found.add(instruction.argval)
@@ -528,6 +530,14 @@ def _is_torch(value: Any) -> bool:
     return str(value.__module__).partition(".")[0] in _TORCH
 
 
-def _is_opaque(cls: type) -> bool:
-    """Return whether no forward reads the attributes of such an object."""
-    return str(cls.__module__).partition(".")[0] in _OPAQUE
+def _is_opaque(value: Any) -> bool:
+    """Return whether no forward reads what a function or a class's objects have."""
+    return str(value.__module__).partition(".")[0] in _OPAQUE
+
+
+def _may_be_own(name: str) -> bool:
+    """Return whether an import of this name may be one of a program's own modules."""
+    module = sys.modules.get(name)
+    return module is None or not _is_installed(
+        getattr(module, "__file__", None) or "<built in>"
+    )
