@@ -291,3 +291,12 @@ def test_vmap_is_traced_and_modules_know_that_they_are_compiled(mesh: Any) -> No
     grads, sums = compiled.programs.backward({**compiled.fixed, **sums}, result.live)
     assert close(grads[0], x.grad)
     assert close(sums["sum:param:linear.weight"], module.linear.weight.grad)
+
+
+def test_a_trace_leaves_the_parameters_of_a_part_that_has_two_names(mesh: Any) -> None:
+    part = nn.Linear(4, 4)
+    module = nn.Sequential(nn.Sequential(part), nn.Sequential(part))
+    module = module.to(xla_compat.device())
+    before = dict(part.named_parameters())
+    export_joint(module, [torch.empty(2, 4, device=xla_compat.device())], {})
+    assert all(value is before[name] for name, value in part.named_parameters())

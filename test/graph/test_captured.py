@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import torch_xla_pp
 from torch_xla_pp.graph.captured import captured_by
 
 pytestmark = pytest.mark.pure
@@ -70,6 +71,30 @@ def by_name(x: Tensor) -> Any:
 
 def by_text(x: Tensor) -> Any:
     return x * getattr(sys.modules[__name__], "FACTOR")  # noqa: B009  # the text counts
+
+
+def with_import(x: Tensor) -> Tensor:
+    from torch.nn.functional import gelu
+
+    return gelu(x).mean()
+
+
+def with_package(x: Tensor) -> Tensor:
+    return torch_xla_pp.shard(x, "batch").mean()
+
+
+def test_an_import_of_installed_code_reaches_no_globals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = captured_by(with_import)
+    monkeypatch.setitem(globals(), "mean", 1.0)
+    assert captured_by(with_import) == before
+
+
+def test_this_package_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = captured_by(with_package)
+    monkeypatch.setattr(torch_xla_pp, "mean", 1.0, raising=False)
+    assert captured_by(with_package) == before
 
 
 def by_attribute(x: Tensor) -> Any:

@@ -11,7 +11,8 @@ needs to be looked at again. Watching takes some 2 µs per module, looking some 
 Followed are: functions into their closures, defaults, the globals that they name, and
 the methods of classes that they name; modules into their attributes, hooks and parts;
 other objects into the attributes that some function names. Of installed code (such as
-the standard library) only the names count, and PyTorch's own is not looked at. Not seen
+the standard library) only the names count, and PyTorch's own and this package's are not
+looked at. Not seen
 are: changes inside objects that are none of these, such as open files, and globals
 of functions that no followed one names.
 """
@@ -20,7 +21,7 @@ import dis
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from operator import is_, itemgetter
 from types import (
@@ -459,7 +460,8 @@ class _Walk:
 
     def _visit_namespace(self, module: ModuleType) -> None:
         """Look at what functions name of a Python module, unless it is installed."""
-        if _is_installed(getattr(module, "__file__", None) or "<built in>"):
+        file = getattr(module, "__file__", None) or "<built in>"
+        if _is_of(module.__name__, _OPAQUE) or _is_installed(file):
             return
         known = vars(module)
         for name in sorted(self._names.intersection(known)):
@@ -527,17 +529,20 @@ def _is_installed(file_name: str) -> bool:
 
 def _is_torch(value: Any) -> bool:
     """Return whether a function or class is PyTorch's own, which is not looked into."""
-    return str(value.__module__).partition(".")[0] in _TORCH
+    return _is_of(str(value.__module__), _TORCH)
+
+
+def _is_of(module: str, packages: Sequence[str]) -> bool:
+    return module.partition(".")[0] in packages
 
 
 def _is_opaque(value: Any) -> bool:
     """Return whether no forward reads what a function or a class's objects have."""
-    return str(value.__module__).partition(".")[0] in _OPAQUE
+    return _is_of(str(value.__module__), _OPAQUE)
 
 
 def _may_be_own(name: str) -> bool:
     """Return whether an import of this name may be one of a program's own modules."""
-    module = sys.modules.get(name)
-    return module is None or not _is_installed(
-        getattr(module, "__file__", None) or "<built in>"
-    )
+    # Folders of modules without a file of their own have none.
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is None or not _is_installed(file)
