@@ -4,8 +4,7 @@
     python benchmarks/spmd_pipeline.py --size large --microbatches 4 8 16 --json
 
 Equal transformer blocks without embedding and head, a square loss, SGD, two devices.
-`ranks`: two ranks of one device under torch's schedules, with XLA's matrix products,
-as programs for several devices have no others. `spmd`: one process with two
+`ranks`: two ranks of one device under torch's schedules. `spmd`: one process with two
 devices, `xpp.spmd_pipeline` as its only stage, GPipe's order or circular with two
 repeats. `jax`: the same in JAX, `shard_map` and `ppermute`, if JAX is there (`pip
 install jax`); `jax_pipeline.py`. All have the same two cores. Each side runs in
@@ -53,7 +52,6 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 def time_ranks(schedule: str, microbatches: int, size: dict[str, int]) -> list[float]:
     """Time steps of a pipeline over ranks, in seconds."""
-    os.environ["TORCH_XLA_PP_PRODUCTS"] = "xla"
     sides.join(sorted(os.sched_getaffinity(0)))
     import torch_xla_pp as xpp
 
