@@ -97,6 +97,27 @@ def test_this_package_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> Non
     assert captured_by(with_package) == before
 
 
+class OfPackage(nn.Module):
+    """A part such as this package's own, whose attributes users may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+OfPackage.forward.__module__ = "torch_xla_pp.experts"
+
+
+def test_attributes_of_this_package_s_parts_are_seen() -> None:
+    module = OfPackage()
+    before = captured_by(module)
+    module.factor = 2.0
+    assert captured_by(module) != before
+
+
 def by_attribute(x: Tensor) -> Any:
     return x * sys.modules[__name__].FACTOR
 

@@ -61,7 +61,9 @@ class PartCalls:
         results = _noted(node, parts) if is_noted else part_results(node, parts)
         if results is None:
             return None
-        with cpu.calling_on_parts(".".join(map(parts.text, _shown(node)))):
+        # What tells calls apart.
+        shown = (node, *node.all_input_nodes)
+        with cpu.calling_on_parts(".".join(map(parts.text, shown))):
             found = self._run(copy, graph)
         if found is None:
             return None
@@ -102,11 +104,6 @@ class PartCalls:
         part = xla_compat.manual(part)
         whole = self.mesh.leave(part, partition, shape, torch.float32)
         return whole.sum(0) if result.is_added else whole
-
-
-def _shown(node: fx.Node) -> list[fx.Node]:
-    """Return the values whose shapes and partitions tell calls apart."""
-    return [node, *node.all_input_nodes]
 
 
 class _Result(NamedTuple):

@@ -1,6 +1,6 @@
 """The rules by which a rank's programs run operations, chosen by its devices."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch_xla_pp import cpu, env
 from torch_xla_pp.compile.attention_calls import run_attention
@@ -42,8 +42,8 @@ def rules_of(
     """
     if _library_product() is not None:
         return library_rules()
-    is_split = env.device_kind() == "CPU" and cpu.has_ops_of_parts()
-    needs_rule = is_constrained(world) or any(map(is_on_mesh, named)) or is_split
+    is_split = is_constrained(world) or any(map(is_on_mesh, named))
+    needs_rule = is_split or _calls_on_parts()
     others = (*library_rules(), *_kernels(world))
     if not needs_rule:
         return others
@@ -52,17 +52,24 @@ def rules_of(
     return (*others, *_part_calls(world), constraints)
 
 
+def _calls_on_parts() -> bool:
+    """Return whether programs call libraries for each device's parts."""
+    return env.device_kind() == "CPU" and cpu.has_ops_of_parts()
+
+
 def can_call_attention(
-    world: World, joint: JointGraph, inputs: Mapping[str, Partition | None]
+    world: World,
+    joint: JointGraph,
+    inputs: Callable[[], Mapping[str, Partition | None]],
 ) -> bool:
     """Return whether programs can call all that a joint graph has of attention.
 
     Args:
         world: The devices of the rank.
         joint: The graph.
-        inputs: Role → how a value is split, None if that is not known.
+        inputs: Returns role → how a value is split, None if that is not known.
     """
-    if env.device_kind() != "CPU" or not cpu.has_ops_of_parts():
+    if not _calls_on_parts():
         return True
     graph = joint.graph.graph
     ops = (ATTENTION, ATTENTION_BACKWARD)
@@ -71,9 +78,9 @@ def can_call_attention(
     ]
     if not called:
         return True
-    mesh = _mesh_parts(world)
+    mesh, partitions = _mesh_parts(world), inputs()
     known = {
-        node: inputs.get(role, (None,) * node.meta["val"].dim())
+        node: partitions.get(role, (None,) * node.meta["val"].dim())
         for node, role in joint.roles.items()
     }
     parts = ValueParts(mesh, mesh.follow(graph, known))
@@ -114,7 +121,7 @@ def _sharded_products(world: World) -> ShardedProducts | None:
 
 def _part_calls(world: World) -> tuple[LoweringRule, ...]:
     """Return the rules by which each device calls libraries for its parts."""
-    if env.device_kind() != "CPU" or not cpu.has_ops_of_parts():
+    if not _calls_on_parts():
         return ()
     attention = (run_attention,) if cpu.has_attention_of_parts() else ()
     return (PartCalls(rules=(*attention, *_LOOPS), mesh=_mesh_parts(world)),)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
@@ -164,7 +165,8 @@ class StageCompiler(Generic[LinksT]):
         """
         if (mode, offered) not in self._compiled:
             joint = self._export(mode)
-            if not self._can_call_attention(joint):
+            known = partial(self._partitions, joint)
+            if not can_call_attention(self._source.world, joint, known):
                 joint = self._export(mode, has_kernels=False)
             self._check_written(mode)
             made = self._made(joint, offered)
@@ -222,7 +224,8 @@ class StageCompiler(Generic[LinksT]):
             )
         )
 
-    def _can_call_attention(self, joint: JointGraph) -> bool:
+    def _partitions(self, joint: JointGraph) -> dict[str, Partition | None]:
+        """Return how inputs, gradients of outputs and the stage's values are split."""
         world, plan = self._source.world, self.plan
         outputs = self._outputs_of(joint)
         known: dict[str, Partition | None] = {
@@ -235,7 +238,7 @@ class StageCompiler(Generic[LinksT]):
         for role, (args, count) in fixed.layouts().items():
             sharding = used.get(role) or xla_compat.sharding_from_args(*args)
             known[role] = world.partition_of(sharding, count)
-        return can_call_attention(world, joint, known)
+        return known
 
     def _export(self, mode: Mode, *, has_kernels: bool = True) -> JointGraph:
         plan = self.plan

@@ -11,7 +11,7 @@ needs to be looked at again. Watching takes some 2 µs per module, looking some 
 Followed are: functions into their closures, defaults, the globals that they name, and
 the methods of classes that they name; modules into their attributes, hooks and parts;
 other objects into the attributes that some function names. Of installed code (such as
-the standard library) only the names count, and PyTorch's own and this package's are not
+the standard library) and of this package only the names count, and PyTorch's own is not
 looked at. Not seen
 are: changes inside objects that are none of these, such as open files, and globals
 of functions that no followed one names.
@@ -60,7 +60,8 @@ _READ_BY_MODULES = frozenset(
     }
 )
 _TORCH = ("torch", "torch_xla")
-_OPAQUE = (*_TORCH, "torch_xla_pp", "logging", "threading", "weakref")
+_PACKAGE = ("torch_xla_pp",)
+_OPAQUE = (*_TORCH, *_PACKAGE, "logging", "threading", "weakref")
 # Attributes of every module.
 _BASE = frozenset(vars(nn.Module()))
 _BASE_OF_GRAPHS = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph())))
@@ -440,10 +441,11 @@ class _Walk:
 
     def _visit_function(self, label: str, function: FunctionType) -> None:
         self.findings.append((label, _Same(function.__code__)))
-        if _is_torch(function) or _is_opaque(function):
+        if _is_torch(function):
             return
         self._names.update(_names_in(function.__code__))
-        if _is_installed(function.__code__.co_filename):
+        is_own = _is_of(str(function.__module__), _PACKAGE)
+        if is_own or _is_installed(function.__code__.co_filename):
             return
         known = function.__globals__
         for name in sorted(_globals_in(function.__code__).intersection(known)):
@@ -461,7 +463,7 @@ class _Walk:
     def _visit_namespace(self, module: ModuleType) -> None:
         """Look at what functions name of a Python module, unless it is installed."""
         file = getattr(module, "__file__", None) or "<built in>"
-        if _is_of(module.__name__, _OPAQUE) or _is_installed(file):
+        if _is_of(module.__name__, _PACKAGE) or _is_installed(file):
             return
         known = vars(module)
         for name in sorted(self._names.intersection(known)):
@@ -536,9 +538,9 @@ def _is_of(module: str, packages: Sequence[str]) -> bool:
     return module.partition(".")[0] in packages
 
 
-def _is_opaque(value: Any) -> bool:
-    """Return whether no forward reads what a function or a class's objects have."""
-    return _is_of(str(value.__module__), _OPAQUE)
+def _is_opaque(cls: type) -> bool:
+    """Return whether no forward reads the attributes of such an object."""
+    return _is_of(str(cls.__module__), _OPAQUE)
 
 
 def _may_be_own(name: str) -> bool:
