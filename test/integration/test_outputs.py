@@ -53,13 +53,21 @@ def arguments(stage: Any) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
 
 def num_logits() -> int:
     """Return how many values that look like a microbatch's logits are alive."""
-    shape = (ROWS // MICROBATCHES, CLASSES)
-    alive = [
-        x
-        for x in gc.get_objects()
-        if type(x) is Tensor and x.device.type == "xla" and x.shape == shape
-    ]
+    alive = [x for x in gc.get_objects() if type(x) is Tensor and is_logits(x)]
     return len({handle for x in alive for handle in handles(x)})
+
+
+def is_logits(value: Tensor) -> bool:
+    """Return whether a value looks like a microbatch's logits.
+
+    gc also lists values that only autograd holds; its thread may drop one meanwhile,
+    which leaves an object without a tensor.
+    """
+    try:
+        shape = (ROWS // MICROBATCHES, CLASSES)
+        return value.device.type == "xla" and value.shape == shape
+    except RuntimeError:
+        return False
 
 
 def handles(value: Tensor) -> list[int]:
