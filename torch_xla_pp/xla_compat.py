@@ -309,13 +309,18 @@ def from_local_shards(
         sharding: The sharding of the result.
         shape: The shape of the whole tensor.
     """
-    count = num_local_devices()
-    if len(shards) == 1 and count > 1:
-        shards = [shards[0]] * count
+    if len(shards) == 1:
+        shards = [shards[0]] * _num_shards()
     result: Tensor = _XLAC._global_tensor_from_cpu_shards(
         list(shards), sharding, list(shape)
     )
     return result
+
+
+@functools.cache
+def _num_shards() -> int:
+    """Return the number of local devices of a process that has a client."""
+    return num_local_devices()
 
 
 def replicate(value: Tensor) -> Tensor:

@@ -118,11 +118,15 @@ class ProgramChannel:
         self.border = Border(edge.peer, edge.names, edge.layouts, ops)
         self._name = (route_out if edge.is_sent else route_in)(edge.peer)
         self._route = ops.send_route if edge.is_sent else ops.receive_route
+        self._messages: dict[int, Message] = {}
 
     def feed(self, microbatch: int) -> dict[str, Tensor]:
         """Return the route of the message."""
         edge = self.edge
-        message = edge.message._replace(microbatch=microbatch)
+        message = self._messages.get(microbatch)
+        if message is None:
+            message = edge.message._replace(microbatch=microbatch)
+            self._messages[microbatch] = message
         there = edge.tilings_there()
         return {self._name: self._route(message, edge.rank, edge.layouts, there)}
 

@@ -18,7 +18,7 @@ from torch_xla_pp.compile import (
     output_name,
     tangent_name,
 )
-from torch_xla_pp.mesh import TensorSpec
+from torch_xla_pp.mesh import TensorSpec, Tiling
 from torch_xla_pp.plan import Consumers, Tilings, Value
 from torch_xla_pp.text import type_text
 from torch_xla_pp.transport import Message
@@ -81,6 +81,8 @@ class Links:
         self._outputs = opened(self._output_edges())
         self._output_grads = opened(self._output_grad_edges())
         self._input_grads = opened(self._input_grad_edges())
+        self._of_forward = (*self._inputs, *self._outputs)
+        self._of_backward = (*self._output_grads, *self._input_grads)
         self.borders = self._borders(len(outputs))
         drained = returned_for(self._input_grads)
         names = {index: input_grad(index) for index in self._input_of.values()}
@@ -111,17 +113,18 @@ class Links:
 
     def receive_inputs(self, microbatch: int) -> dict[str, Tensor]:
         """Return the operands of a forward that its channels feed."""
-        return _fed((*self._inputs, *self._outputs), microbatch)
+        return _fed(self._of_forward, microbatch)
 
     def send_outputs(self, microbatch: int, result: Forwarded) -> None:
         """Send what a forward made or received, unless its program did."""
         made = {output_name(i): value for i, value in result.outputs.items()}
+        values = {**result.received, **made}
         for channel in self._outputs:
-            channel.drain(microbatch, {**result.received, **made})
+            channel.drain(microbatch, values)
 
     def receive_grads(self, microbatch: int) -> dict[str, Tensor]:
         """Return the operands of a backward that its channels feed."""
-        return _fed((*self._output_grads, *self._input_grads), microbatch)
+        return _fed(self._of_backward, microbatch)
 
     def send_grads(self, microbatch: int, grads: Mapping[int, Tensor | None]) -> None:
         """Send the gradients of received inputs, unless the program did."""
@@ -198,8 +201,22 @@ class Links:
             names=tuple(named),
             layouts=tuple(self._world.shard_layout(self._specs[x]) for x in values),
             slots=tuple(value.slot for value in values),
-            there=None if is_near else lambda: [self._tilings[peer][x] for x in values],
+            there=None if is_near else self._there(peer, values),
         )
+
+    def _there(self, peer: int, values: Sequence[Value]) -> Callable[[], list[Tiling]]:
+        """Return a function for the tilings of values on the rank of another stage."""
+        agreed: Tilings | None = None
+        found: list[Tiling] = []
+
+        def tilings() -> list[Tiling]:
+            nonlocal agreed, found
+            if agreed is not self._tilings:
+                agreed = self._tilings
+                found = [agreed[peer][value] for value in values]
+            return found
+
+        return tilings
 
     def _name(self, producer: int, slot: int) -> str:
         if producer == self._stage:
@@ -213,7 +230,9 @@ class Links:
         return [value for value in values if self._specs[value].requires_grad]
 
 
-def _fed(channels: Iterable[Channel], microbatch: int) -> dict[str, Tensor]:
+def _fed(channels: Sequence[Channel], microbatch: int) -> dict[str, Tensor]:
+    if len(channels) == 1:
+        return channels[0].feed(microbatch)
     found: dict[str, Tensor] = {}
     for channel in channels:
         found |= channel.feed(microbatch)

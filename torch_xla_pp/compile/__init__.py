@@ -55,7 +55,7 @@ from torch_xla_pp.compile.program import (
 )
 from torch_xla_pp.compile.program_spec import ProgramSpec
 from torch_xla_pp.compile.rank_rules import is_constrained, library_rules, rules_of
-from torch_xla_pp.compile.sizes import device_bytes
+from torch_xla_pp.compile.sizes import Size, device_bytes
 from torch_xla_pp.compile.stage_compiler import (
     CompiledStage,
     StageCompiler,
@@ -103,6 +103,7 @@ __all__ = [
     "StagePrograms",
     "StageSource",
     "StageTracer",
+    "Size",
     "SummedGrads",
     "ValueSizes",
     "accumulated",

@@ -30,6 +30,7 @@ from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.graph import Template
 
 _SCALE = tangent(0)
+_LOSS_SCALE = of_loss(_SCALE)
 
 
 class _LossModule(nn.Module):
@@ -142,6 +143,8 @@ class LossProgram:
         piece = value_and_grads(joint)
         self._values = piece.outputs[: len(joint.outputs)]
         self._template = joint.output_template
+        # Whether there are no metrics.
+        self._is_alone = self._template.fill(self._template.slots)[1] == ()
         self._grads = {
             i: joint.roles.get(node, node.name)
             for i, node in joint.input_grads.items()
@@ -153,7 +156,8 @@ class LossProgram:
         self._program = Program(
             ProgramSpec(function=piece, pins=pins, checked=names, rules=rules)
         )
-        self._num_outputs = output.num_slots
+        # What it reads behind the outputs, as a part of another program.
+        self._others = [of_loss(name) for name in names[output.num_slots :]]
         self._is_random = joint.num_random > 0
         self.dtype = joint.example_outputs[0][0].dtype
 
@@ -198,6 +202,8 @@ class LossProgram:
 
     def filled(self, results: Sequence[Tensor]) -> tuple[Tensor, Any]:
         """Return the loss and the metrics that are made of the first results."""
+        if self._is_alone:
+            return results[0], ()
         loss, metrics = self._template.fill(results)
         return loss, metrics
 
@@ -244,11 +250,10 @@ class LossProgram:
             others: The target and what follows it, on the device.
             scale: As in a call.
         """
-        values = {**self._constants.values(), _SCALE: scale}
-        values |= {
-            input_role(i): value for i, value in enumerate(others, self._num_outputs)
-        }
-        return {of_loss(name): value for name, value in values.items()}
+        constants = self._constants.values()
+        values = {of_loss(name): value for name, value in constants.items()}
+        values |= zip(self._others, others, strict=True)
+        return {**values, _LOSS_SCALE: scale}
 
 
 def _check(joint: JointGraph) -> None:

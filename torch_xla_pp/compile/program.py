@@ -241,7 +241,7 @@ class Program:
         elif self._checked:
             self._check_shardings(values)
         self.extra = self._own
-        if not values.keys() >= self._storages.keys():
+        if self._storages and not values.keys() >= self._storages.keys():
             values = {**self._new_storages(values), **values}
         if self._has_seed:
             values = {**values, SEED: xla_compat.seed_tensor(seed)}

@@ -1,6 +1,8 @@
 """Bytes that values take on one device."""
 
+import functools
 import math
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -8,10 +10,28 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.hlo import parse_sharding
 
 
+class Size(NamedTuple):
+    """The size of values on one device.
+
+    Attributes:
+        num_bytes: All of them.
+        small_bytes: Those that are small.
+    """
+
+    num_bytes: int
+    small_bytes: int
+
+
 def device_bytes(tensors: list[Tensor]) -> list[int]:
     """Return how many bytes each tensor takes on one device."""
-    found = []
-    for tensor, text in zip(tensors, xla_compat.sharding_texts(tensors), strict=True):
-        shape = parse_sharding(text).shard_shape(tensor.shape) if text else tensor.shape
-        found.append(math.prod(shape) * tensor.element_size())
-    return found
+    texts = xla_compat.sharding_texts(tensors)
+    return [
+        _shard_size(text, tensor.shape) * tensor.element_size()
+        for tensor, text in zip(tensors, texts, strict=True)
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _shard_size(text: str, shape: tuple[int, ...]) -> int:
+    """Return the elements of one device's part of a value with this sharding."""
+    return math.prod(parse_sharding(text).shard_shape(shape) if text else shape)

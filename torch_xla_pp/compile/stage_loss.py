@@ -18,7 +18,7 @@ from torch_xla_pp.compile.rank_rules import rules_of
 from torch_xla_pp.compile.stage_compiler import example_of
 from torch_xla_pp.errors import PipelineError, StageShapeError
 from torch_xla_pp.graph import Captured, Template
-from torch_xla_pp.mesh import TensorSpec
+from torch_xla_pp.mesh import Partition, TensorSpec
 from torch_xla_pp.plan import autocast_dtype
 from torch_xla_pp.world import World
 
@@ -95,6 +95,10 @@ class StageLoss:
         self._captured = 0
         # The shape of the first target of a step.
         self._shape: torch.Size | None = None
+        # What the last microbatch of the step looked like, how its target is split,
+        # and its program.
+        self._looks: tuple[Any, ...] = ()
+        self._found: tuple[Partition, LossProgram | None] = ((), None)
         self.extra = xla_compat.ExtraBytes()
         self.losses: dict[int, Tensor] = {}
         self.metrics: dict[int, Any] = {}
@@ -106,7 +110,7 @@ class StageLoss:
     def begin_step(self) -> None:
         """Look at the values that the function reads from outside; takes some µs."""
         self._captured = self._state.number()
-        self._shape = None
+        self._shape, self._looks = None, ()
         self.losses, self.metrics = {}, {}
         self._weights, self.next_weights = self.next_weights, None
         self._by_row = []
@@ -204,18 +208,33 @@ class StageLoss:
             return None
         self._check_shape(target)
         weights = self._weights_of(microbatch, rows)
+        looks = template, specs, rows, target.dtype
+        if looks != self._looks:
+            self._found = self._find(template, specs, target, rows, weights)
+            self._looks = looks
+        partition, program = self._found
+        if program is None:
+            return None
+        others = [self._world.place(target, partition)]
+        others += [self._world.place(value, (None,)) for value in weights]
+        return PreparedLoss(program, others, self._scale(program.dtype))
+
+    def _find(
+        self,
+        template: Template,
+        specs: Sequence[TensorSpec],
+        target: Tensor,
+        rows: int,
+        weights: Sequence[Tensor],
+    ) -> tuple[Partition, LossProgram | None]:
+        """Return how a target is split, and the program for it, None for none."""
         partition = self._world.layout.batch_partition(tuple(target.shape), rows)
         wanted = (*specs, TensorSpec.of(target, partition, False))
         wanted += tuple(TensorSpec.of(value, (None,), False) for value in weights)
         key = _Key(wanted, template, autocast_dtype(), self._captured, bool(weights))
         if key not in self._programs:
             self._programs[key] = self._compile(key)
-        program = self._programs[key]
-        if program is None:
-            return None
-        others = [self._world.place(target, partition)]
-        others += [self._world.place(value, (None,)) for value in weights]
-        return PreparedLoss(program, others, self._scale(program.dtype))
+        return partition, self._programs[key]
 
     def _run_eagerly(
         self, microbatch: int, output: Any, target: Any, *weights: Tensor

@@ -20,7 +20,7 @@ from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.names import accumulated, accumulator, is_route, storage_of
 from torch_xla_pp.compile.partition import Function, Remat, partition_joint
 from torch_xla_pp.compile.program import BoundValues, Constants, Program
-from torch_xla_pp.compile.sizes import device_bytes
+from torch_xla_pp.compile.sizes import Size, device_bytes
 from torch_xla_pp.compile.stage_specs import (
     Borders,
     ProgramName,
@@ -95,7 +95,7 @@ class ValueSizes:
 
     def __init__(self, known: Mapping[str, int] | None = None) -> None:
         self._bytes = dict(known or {})
-        self._sums: dict[tuple[frozenset[str], int | None], int] = {}
+        self._sums: dict[tuple[frozenset[str], int], Size] = {}
 
     def add(self, values: Mapping[str, Tensor]) -> None:
         """Read the sizes of values whose names are new."""
@@ -110,27 +110,26 @@ class ValueSizes:
         """Return the bytes of a value of this name."""
         return self._bytes[name]
 
-    def __contains__(self, name: str) -> bool:
-        """Return whether the size of values of this name is known."""
-        return name in self._bytes
+    def get(self, name: str) -> int | None:
+        """Return the bytes of a value of this name, None if they are not known."""
+        return self._bytes.get(name)
 
     def of(self, values: Mapping[str, Tensor]) -> int:
         """Return the bytes of values together."""
         self.add(values)
-        return self.total(values)
+        return self.total(values, 0).num_bytes
 
-    def total(self, names: Iterable[str], most: int | None = None) -> int:
-        """Return the bytes of values of these names together.
+    def total(self, names: Iterable[str], most_small: int) -> Size:
+        """Return the size of values of these names together.
 
         Args:
             names: Their names, all of them known.
-            most: The size of the largest that count, None for any size.
+            most_small: The size of the largest that are small, zero if none are.
         """
-        key = frozenset(names), most
+        key = frozenset(names), most_small
         if key not in self._sums:
             found = [self._bytes[name] for name in key[0]]
-            counted = [x for x in found if most is None or x <= most]
-            self._sums[key] = sum(counted)
+            self._sums[key] = Size(sum(found), sum(x for x in found if x <= most_small))
         return self._sums[key]
 
 
@@ -216,6 +215,8 @@ class StagePrograms:
         }
 
         self._recyclable = frozenset(n for own in self._recycled.values() for n in own)
+        # Names of the gradients of inputs that are returned.
+        self._input_grads = [n for n in specs.input_grads.values() if n is not None]
         # What is to be computed again would be kept.
         may_join = most_joined > 0 and remat == "none" and not joint.regions
         self.can_join = (
@@ -424,8 +425,7 @@ class StagePrograms:
     def _returned_grads(
         self, *sources: Mapping[str, Tensor]
     ) -> dict[int, Tensor | None]:
-        names = [n for n in self._specs.input_grads.values() if n is not None]
-        values = _chosen(names, *sources)
+        values = _chosen(self._input_grads, *sources)
         return {
             index: None if name is None else values[name]
             for index, name in self._specs.input_grads.items()
@@ -452,6 +452,9 @@ def _bytes_of(function: Function) -> int:
 def _chosen(names: Collection[str], *sources: Mapping[str, Tensor]) -> Values:
     """Return the values of these names, each from the first source that has it."""
     found: Values = {}
-    for source in reversed(sources):
-        found |= {name: source[name] for name in source.keys() & names}
+    for name in names:
+        for source in sources:
+            if name in source:
+                found[name] = source[name]
+                break
     return found

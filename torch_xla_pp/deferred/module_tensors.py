@@ -5,8 +5,7 @@ several places; a submodule that is used twice has places under both of its name
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -17,11 +16,10 @@ BUFFER: Holding = "buffer"
 ATTRIBUTE: Holding = "attribute"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPlace:
+class TensorPlace(NamedTuple):
     """A place of a tensor in a module.
 
-    Args:
+    Attributes:
         name: Its name in the whole module.
         holding: The kind of place: parameter, buffer or plain attribute.
         slots: The dictionary of the submodule that has it.

@@ -13,6 +13,7 @@ microbatches before it enters the last stage's backward.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, final
 
@@ -131,6 +132,7 @@ class RankPipeline:
         stages: The stages, in the schedule's order.
         observer: The observer of the actions, None for none.
         num_microbatches: Microbatches of a step.
+        lowest: The first of these stages, which gets the arguments of a step.
         has_loss: Whether the loss of every microbatch is computed here.
     """
 
@@ -138,6 +140,8 @@ class RankPipeline:
         self.schedule = schedule
         self.stages: list[LocalStage] = local_stages(schedule)
         _check_stages(self.stages)
+        # The stage that gets the arguments of a step.
+        self.lowest = min(stage.stage_index for stage in self.stages)
         self.observer: Observer | None = None
         self.num_microbatches = num_microbatches(schedule)
         self._groups = list({s.groups.key: s.groups for s in self.stages}.values())
@@ -331,10 +335,6 @@ class RankPipeline:
         seed = random_seed(torch.initial_seed(), stage.num_steps, number)
         return xla_compat.advanced_seed(seed, plan.random_before)
 
-    def is_lowest(self, stage: int) -> bool:
-        """Return whether a stage is the first of this rank's, which gets arguments."""
-        return stage == min(own.stage_index for own in self.stages)
-
     def joins(self, stage: LocalStage, run: Run) -> bool:
         """Return whether a forward, its loss and its backward may be one program.
 
@@ -351,17 +351,21 @@ class RankPipeline:
         It does at the end of a step, where all other ranks wait for the gradients of
         inputs: they leave before those of weights are computed.
         """
-        last = Action(stage=stage.stage_index, kind="B", microbatch=microbatch)
-        return run.programs.can_split and last == self._last
+        last = self._last
+        return (
+            last is not None
+            and run.programs.can_split
+            and (last.microbatch, last.kind) == (microbatch, "B")
+            and last.stage == stage.stage_index
+        )
 
-    @contextlib.contextmanager
     def action(
         self,
         stage: LocalStage,
         kind: Kind,
         microbatch: int,
         given: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
-    ) -> Iterator[Run]:
+    ) -> contextlib.AbstractContextManager[Run]:
         """Run an action of a stage; `reporting` is around the whole step.
 
         Args:
@@ -370,22 +374,23 @@ class RankPipeline:
             microbatch: Index of the microbatch.
             given: Arguments that the schedule passes to a forward.
         """
-        name = f"{stage.stage_index}{kind}"
         # A failed action stays noted.
-        self._activity.action = _noted(name, microbatch)
+        self._activity.action = _noted(f"{stage.stage_index}{kind}", microbatch)
         if given is not None and not self._current:
             self._begin_kind(*given)
+        shown = xla_compat.shown_as(f"PP:{stage.stage_index}{kind}{microbatch}")
+        seen = None
+        if self.observer is not None:
+            seen = self._observed(stage, kind, microbatch)
         run = self.run(stage)
-        with (
-            xla_compat.shown_as(f"PP:{name}{microbatch}"),
-            self._observed(stage, kind, microbatch) as marks,
-        ):
-            yield run._replace(marks=marks) if marks else run
+        return _RunningAction(run, shown, seen, partial(self._end_action, stage, kind))
+
+    def _end_action(self, stage: LocalStage, kind: Kind) -> None:
         if kind in "BW":
             self._num_done[stage.stage_index] += 1
             if self._num_done[stage.stage_index] == self.num_microbatches:
                 # Sums are sent to replicas while other stages still compute.
-                stage.model.gradients.end_backwards(run.programs)
+                stage.model.gradients.end_backwards(self.run(stage).programs)
         self._activity.action = ""
 
     def _observed(
@@ -450,6 +455,41 @@ class RankPipeline:
     def grad_scale(self) -> float:
         """Return the factor of the gradient of each microbatch."""
         return grad_scale(self.schedule)
+
+
+class _RunningAction:
+    """The block that enqueues an action.
+
+    A context of `contextlib` takes several times as long to enter and to leave.
+
+    Args:
+        run: What the action runs with.
+        shown: The block in profilers.
+        seen: The block in the view of an observer, None if there is none.
+        end: Called when the action is enqueued.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        shown: contextlib.AbstractContextManager[Any],
+        seen: contextlib.AbstractContextManager[Marks] | None,
+        end: Callable[[], None],
+    ) -> None:
+        self._run, self._shown, self._seen, self._end = run, shown, seen, end
+
+    def __enter__(self) -> Run:
+        self._shown.__enter__()
+        if self._seen is None:
+            return self._run
+        return self._run._replace(marks=self._seen.__enter__())
+
+    def __exit__(self, *error: Any) -> None:
+        if self._seen is not None:
+            self._seen.__exit__(*error)
+        self._shown.__exit__(*error)
+        if error[0] is None:
+            self._end()
 
 
 def _noted(name: str, microbatch: int) -> str:

@@ -215,17 +215,18 @@ class PipelineStage(SilentStage):
             computed. None also if the forward waits for its loss, to be one program
             with that and the backward.
         """
-        with self.rank.action(self, "F", fwd_chunk_id, (args, kwargs or {})) as run:
-            args = args if self.rank.is_lowest(self.stage_index) else ()
+        rank = self.rank
+        with rank.action(self, "F", fwd_chunk_id, (args, kwargs or {})) as run:
+            args = args if self.stage_index == rank.lowest else ()
             values = dict(run.marks)
             if args or kwargs or run.is_given:
                 values |= self.model.given(run.plan, fwd_chunk_id, args, kwargs or {})
             is_random = run.compiled.num_random > 0
-            seed = self.rank.seed(self, run.plan, fwd_chunk_id) if is_random else 0
+            seed = rank.seed(self, run.plan, fwd_chunk_id) if is_random else 0
             # Last, as it may wait for a message.
             values |= run.links.receive_inputs(fwd_chunk_id)
             forward = _Forward(run, fwd_chunk_id, values, seed)
-            if not self.rank.joins(self, run):
+            if not rank.joins(self, run):
                 return self._forward(forward)
             self.saved.put("saved", fwd_chunk_id, {}, run.compiled.sizes)
             self._deferred = forward
@@ -476,8 +477,12 @@ class PipelineStage(SilentStage):
         self, run: Run, microbatch: int, loss: Tensor | None
     ) -> dict[str, Tensor]:
         """Return the gradients of outputs that no other stage uses."""
-        scale = self.rank.grad_scale
-        found = self.outputs.take_grads(run.compiled, microbatch, loss, scale)
+        found: dict[str, Tensor] = {}
+        if self.is_last:
+            scale = self.rank.grad_scale
+            found = self.outputs.take_grads(run.compiled, microbatch, loss, scale)
+        if not run.links.unused:
+            return found
         unused = {tangent(index) for index in run.links.unused}
         return self._zeros(run, unused.difference(found)) | found
 

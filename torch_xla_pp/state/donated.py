@@ -23,7 +23,7 @@ class DonatedValues:
 
     def add(self, values: Iterable[Tensor]) -> None:
         """Keep values whose memory the last program has taken, and drop old ones."""
-        number = xla_compat.num_enqueued()
-        while self and self._values[0][0] + xla_compat.MAX_IN_FLIGHT <= number:
-            self._values.popleft()
-        self._values.append((number, [*values]))
+        number, held = xla_compat.num_enqueued(), self._values
+        while held and held[0][0] + xla_compat.MAX_IN_FLIGHT <= number:
+            held.popleft()
+        held.append((number, [*values]))

@@ -156,10 +156,10 @@ class ModuleState:
         self._move(places)
         self.fixed = {_role(place): place.tensor for place in held}
         values = list(self.fixed.values())
-        grads = [v.grad for v in values if v.grad is not None]
-        if any(xla_compat.are_pending(values + grads)):
+        values += [v.grad for v in values if v.grad is not None]
+        if any(xla_compat.are_pending(values)):
             xla_compat.sync_all()
-        xla_compat.materialize(values + grads)
+            xla_compat.materialize(values)
         self._check_shardings()
         self._drop_copies()
         self._before = {r: v for r, v in self.fixed.items() if is_buffer(r)}
@@ -206,10 +206,17 @@ class ModuleState:
 
         Gradients of `copies` are left out, as their owner has them.
         """
-        return {
-            role: _like(value.grad.detach(), value)
+        found = {
+            role: value.grad.detach() if value.grad.requires_grad else value.grad
             for role, value in self.fixed.items()
             if value.grad is not None and role not in self.copies
+        }
+        held = _texts([self.fixed[role] for role in found])
+        texts = zip(found, _texts([*found.values()]), held, strict=True)
+        return found | {
+            role: _like(found[role], self.fixed[role])
+            for role, own, text in texts
+            if own != text
         }
 
     def _move(self, places: Sequence[TensorPlace]) -> None:
@@ -226,7 +233,7 @@ class ModuleState:
             if id(value) not in moved:
                 moved[id(value)] = self._uploaded(place.name, _host_value(value))
             place.put(moved[id(value)])
-        for place in places:
+        for place in places if self._partitions else ():
             if place.name not in self._partitions:
                 continue
             if not xla_compat.sharding_texts([place.tensor])[0]:
@@ -253,6 +260,8 @@ class ModuleState:
 
     def _check_loaded(self, held: Sequence[TensorPlace]) -> None:
         """Refuse to run with tensors on meta that have no values."""
+        if not self._unloaded:
+            return
         self._unloaded = {
             place.name
             for place in held
@@ -270,6 +279,8 @@ class ModuleState:
         """Annotate values; refuse shardings that changed since the first step."""
         found = xla_compat.sharding_texts([*self.fixed.values()])
         texts = dict(zip(self.fixed, found, strict=True))
+        if texts == self._texts:
+            return
         for role in [role for role, text in texts.items() if not text]:
             xla_compat.annotate(self.fixed[role], xla_compat.replicated_sharding())
             texts[role] = _REPLICATED
@@ -338,9 +349,7 @@ def _refuse_wrapped(held: Sequence[TensorPlace]) -> None:
 
 
 def _like(grad: Tensor, parameter: Tensor) -> Tensor:
-    """Return `grad` with the sharding of `parameter`."""
-    if _texts([grad]) == _texts([parameter]):
-        return grad
+    """Return a copy of `grad` with the sharding of `parameter`."""
     grad = grad.clone()
     xla_compat.annotate(grad, xla_compat.sharding_of(parameter))
     xla_compat.materialize([grad])

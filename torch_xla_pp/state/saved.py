@@ -20,14 +20,14 @@ makes a value like it, see `FreeValues`. The rank holds it, and a stage that is 
 import gc
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import ValueSizes, device_bytes
+from torch_xla_pp.compile import Size, ValueSizes, device_bytes
 from torch_xla_pp.state.donated import DonatedValues
 
 SavedKind = Literal["saved", "residual", "output", "loss", "kept", "free"]
@@ -42,16 +42,7 @@ SavedKind = Literal["saved", "residual", "output", "loss", "kept", "free"]
 """
 
 
-class Size(NamedTuple):
-    """The size of values on one device.
-
-    Attributes:
-        num_bytes: All of them.
-        small_bytes: Those that are small.
-    """
-
-    num_bytes: int
-    small_bytes: int
+_NOTHING = Size(0, 0)
 
 
 class HeldBytes:
@@ -172,11 +163,12 @@ class FreeValues:
             names: Names of results that are to have the memory.
             sizes: The sizes of those that have been made before.
         """
-        return {
-            name: self._values[sizes[name]].pop()
-            for name in names
-            if name in sizes and self._values.get(sizes[name])
-        }
+        found = {}
+        for name in names:
+            size = sizes.get(name)
+            if size is not None and (values := self._values.get(size)):
+                found[name] = values.pop()
+        return found
 
     def clear(self) -> None:
         """Drop all values."""
@@ -191,7 +183,8 @@ class SavedValues:
 
     Attributes:
         own: The bytes of the stage.
-        of_rank: The bytes of all stages of the rank that share it.
+        of_rank: The bytes of all stages of the rank that share it; those of the stage
+            if that is alone.
     """
 
     def __init__(self, *, most_small: int = 0) -> None:
@@ -205,11 +198,11 @@ class SavedValues:
         # memory for those of the next one, by their names.
         self._reusing: set[str] = set()
         self._given: dict[str, Tensor] = {}
-        self._given_size = Size(0, 0)
+        self._given_size = _NOTHING
         self._free = FreeValues()
         self._maker: object = None
         self._donated = DonatedValues()
-        self.own, self.of_rank = HeldBytes(), HeldBytes()
+        self.own = self.of_rank = HeldBytes()
         self._is_alone = True
 
     def __len__(self) -> int:
@@ -230,9 +223,10 @@ class SavedValues:
         self._values.clear()
         self._sizes.clear()
         self._read, self._taken, self._reusing = set(), set(), set()
-        self._given, self._given_size = {}, Size(0, 0)
+        self._given, self._given_size = {}, _NOTHING
         self.own = HeldBytes()
         if self._is_alone:
+            self.of_rank = self.own
             self.own.put("free", self._size_of_free(), 0)
 
     def share(self, first: "SavedValues", num_stages: int) -> None:
@@ -244,9 +238,13 @@ class SavedValues:
         """
         self._free = first._free
         self._is_alone = num_stages == 1
-        self.of_rank = HeldBytes() if first is self else first.of_rank
-        if first is self:
+        if self._is_alone:
+            self.of_rank = self.own
+        elif first is self:
+            self.of_rank = HeldBytes()
             self.of_rank.put("free", self._size_of_free(), 0)
+        else:
+            self.of_rank = first.of_rank
 
     def put(
         self,
@@ -286,20 +284,13 @@ class SavedValues:
         self._maker = maker
         self._given = self._free.take(names, sizes)
         self._given_size = self._size_of(self._given, sizes)
-        for held in self._free_holders:
-            held.take("free", self._given_size)
+        self.of_rank.take("free", self._given_size)
         return {names[name]: value for name, value in self._given.items()}
 
     def drop_free(self) -> None:
         """Drop free values, as when a step has failed that may have made them."""
-        size = self._size_of_free()
-        for held in self._free_holders:
-            held.take("free", size)
+        self.of_rank.take("free", self._size_of_free())
         self._free.clear()
-
-    @property
-    def _free_holders(self) -> tuple[HeldBytes, ...]:
-        return (self.own, self.of_rank) if self._is_alone else (self.of_rank,)
 
     def _count(
         self, kind: SavedKind, values: Mapping[str, Tensor], sizes: ValueSizes
@@ -310,7 +301,6 @@ class SavedValues:
         there = self._size_of(read | reused, sizes).small_bytes
         self.of_rank.put(kind, size, there)
         if self._is_alone:
-            self.own.put(kind, size, there)
             return size
         read_bytes = self._size_of(read, sizes).small_bytes
         if kind == "free":
@@ -324,8 +314,7 @@ class SavedValues:
         return Size(sum(found), sum(x for x in found if x <= self._most_small))
 
     def _size_of(self, names: Iterable[str], sizes: ValueSizes) -> Size:
-        names = frozenset(names)
-        return Size(sizes.total(names), sizes.total(names, self._most_small))
+        return sizes.total(names, self._most_small)
 
     def has(self, kind: SavedKind, microbatch: int) -> bool:
         """Return whether there are values to take."""
@@ -334,8 +323,9 @@ class SavedValues:
     def take(self, kind: SavedKind, microbatch: int) -> dict[str, Tensor]:
         """Return values, which count only until the next program has run."""
         size = self._sizes.pop((kind, microbatch))
-        for held in (self.own, self.of_rank):
-            held.take(kind, size)
+        self.of_rank.take(kind, size)
+        if not self._is_alone:
+            self.own.take(kind, size)
         values = self._values.pop((kind, microbatch))
         self._taken.update(values)
         return values
@@ -354,11 +344,11 @@ class SavedValues:
         if given:
             self._donated.add(given.values())
             self._given = {}
-        # To a stage that does not hold free values these are arguments.
-        reused_bytes = 0 if self._is_alone else self._given_size.num_bytes
-        self._given_size = Size(0, 0)
-        self.own.run(large_bytes + reused_bytes, small_bytes)
+        reused, self._given_size = self._given_size, _NOTHING
         self.of_rank.run(large_bytes, small_bytes)
+        if not self._is_alone:
+            # To a stage that does not hold free values these are arguments.
+            self.own.run(large_bytes + reused.num_bytes, small_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
