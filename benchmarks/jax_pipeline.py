@@ -1,7 +1,8 @@
 """The pipeline of `spmd_pipeline.py` in JAX; prints the seconds of its steps as JSON.
 
-    python benchmarks/jax_pipeline.py small 8 2      size, microbatches, repeats
+    PYTHON jax_pipeline.py SIZE 8 2      size, microbatches, repeats
 
+The size is as in `gpt.py`, as JSON, with the rows of a microbatch.
 Each of two CPU devices has the weights of its stage; `ppermute` hands activations on.
 """
 
@@ -15,7 +16,6 @@ from typing import Any
 NUM_STAGES = 2
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={NUM_STAGES}"
 
-import gpt  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax import lax  # noqa: E402
@@ -59,7 +59,7 @@ def run_stage(heads: int, repeats: int, weights: Weights, inputs: Any) -> Any:
 
     start = inputs[0], jnp.zeros_like(inputs)
     times = jnp.arange(rounds + NUM_STAGES - 1)
-    varying = lax.pvary(start, ("stage",))
+    varying = lax.pcast(start, ("stage",), to="varying")
     _, outputs = lax.scan(tick, varying, times)
     outputs = jnp.where(stage == NUM_STAGES - 1, outputs[-count:], 0)
     return lax.psum(outputs, "stage")
@@ -110,7 +110,7 @@ def time_steps(size: dict[str, int], count: int, repeats: int) -> list[float]:
     keys = jax.random.split(jax.random.key(0), 3)
     weights = make_weights(keys[0], size["width"], shape)
     weights = jax.device_put(weights, NamedSharding(mesh, split))
-    rows = (count, gpt.ROWS, size["length"], size["width"])
+    rows = (count, size["rows"], size["length"], size["width"])
     inputs, targets = (jax.random.normal(key, rows) for key in keys[1:])
     seconds = []
     for _ in range(WARM_UP + STEPS):
@@ -121,5 +121,5 @@ def time_steps(size: dict[str, int], count: int, repeats: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    name, microbatches, repeats = sys.argv[1:]
-    print(json.dumps(time_steps(gpt.SIZES[name], int(microbatches), int(repeats))))
+    given, microbatches, repeats = sys.argv[1:]
+    print(json.dumps(time_steps(json.loads(given), int(microbatches), int(repeats))))

@@ -6,10 +6,11 @@
 Equal transformer blocks without embedding and head, a square loss, SGD, two devices.
 `ranks`: two ranks of one device under torch's schedules. `spmd`: one process with two
 devices, `xpp.spmd_pipeline` as its only stage, GPipe's order or circular with two
-repeats. `jax`: the same in JAX, `shard_map` and `ppermute`, if JAX is there (`pip
-install jax`); `jax_pipeline.py`. All have the same two cores. Each side runs in
-processes of its own, so they take turns as a whole: medians over the steps of all
-turns are printed, and the ratio to the first row of the same number of microbatches.
+repeats. `jax`: the same in JAX (`shard_map` and `ppermute`; `jax_pipeline.py`), if
+`--jax` has a Python that has it, see `stage_time.py`. All have the same two cores. Each
+side runs in processes of its own, so they take turns as a whole: medians over the steps
+of all turns are printed, and the ratio to the first row of the same number of
+microbatches.
 """
 
 import argparse
@@ -17,7 +18,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -115,10 +115,13 @@ def time_steps(
     return seconds[WARM_UP:]
 
 
-def time_jax(repeats: int, microbatches: int, size_name: str) -> list[float]:
+def time_jax(
+    python: str, repeats: int, microbatches: int, size_name: str
+) -> list[float]:
     """Time steps in JAX, in seconds; raise `RuntimeError` if it cannot run."""
     script = Path(__file__).with_name("jax_pipeline.py")
-    command = [sys.executable, str(script), size_name, str(microbatches), str(repeats)]
+    size = json.dumps({**gpt.SIZES[size_name], "rows": gpt.ROWS})
+    command = [python, str(script), size, str(microbatches), str(repeats)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
@@ -126,7 +129,7 @@ def time_jax(repeats: int, microbatches: int, size_name: str) -> list[float]:
     return seconds
 
 
-def turn(side: str, microbatches: int, size_name: str) -> list[float]:
+def turn(side: str, microbatches: int, size_name: str, jax: str) -> list[float]:
     """Run one side in fresh processes."""
     # The workers import this file, so its functions must not be those of `__main__`.
     import spmd_pipeline
@@ -134,7 +137,7 @@ def turn(side: str, microbatches: int, size_name: str) -> list[float]:
     from torch_xla_pp.testing import Worlds
 
     if side in JAX:
-        return time_jax(JAX[side], microbatches, size_name)
+        return time_jax(jax, JAX[side], microbatches, size_name)
     size = gpt.SIZES[size_name]
     with Worlds() as worlds:
         if side in RANKS:
@@ -155,14 +158,15 @@ def turn(side: str, microbatches: int, size_name: str) -> list[float]:
     return first
 
 
-def rows_of(microbatches: int, size_name: str) -> list[dict[str, Any]]:
+def rows_of(microbatches: int, size_name: str, jax: str | None) -> list[dict[str, Any]]:
     """Let the sides take turns and return a row for each."""
-    seconds: dict[str, list[float]] = {side: [] for side in (*RANKS, *REPEATS, *JAX)}
+    names = [*RANKS, *REPEATS, *(JAX if jax else ())]
+    seconds: dict[str, list[float]] = {side: [] for side in names}
     errors: dict[str, str] = {}
     for _ in range(TURNS):
         for side in seconds:
             try:
-                seconds[side] += turn(side, microbatches, size_name)
+                seconds[side] += turn(side, microbatches, size_name, jax or "")
             except RuntimeError as error:
                 errors[side] = str(error)
     base = statistics.median(next(iter(seconds.values())))
@@ -193,10 +197,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=gpt.SIZES, default="small")
     parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8])
+    parser.add_argument("--jax", metavar="PYTHON", help="a Python that has JAX")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     for microbatches in options.microbatches:
-        for row in rows_of(microbatches, options.size):
+        for row in rows_of(microbatches, options.size, options.jax):
             print(json.dumps(row) if options.json else line_of(row), flush=True)
 
 

@@ -4,7 +4,7 @@ Terms: a *place* is where a module holds a tensor under a name. A *tied* tensor 
 several places; a submodule that is used twice has places under both of its names.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -42,32 +42,35 @@ class TensorPlace(NamedTuple):
         self.slots[self.key] = tensor
 
 
-def places_of(module: nn.Module) -> Iterator[TensorPlace]:
-    """Yield all places of parameters and buffers, tied ones under all their names.
-
-    A tensor that replaces another during iteration is seen in later places.
-    """
+def places_of(module: nn.Module) -> list[TensorPlace]:
+    """Return all places of parameters and buffers, tied ones under all their names."""
+    found = []
     for path, sub in module.named_modules(remove_duplicate=False):
-        yield from _places_in(path, PARAMETER, sub._parameters)
-        yield from _places_in(path, BUFFER, sub._buffers)
+        if sub._parameters:
+            found += _places_in(path, PARAMETER, sub._parameters)
+        if sub._buffers:
+            found += _places_in(path, BUFFER, sub._buffers)
+    return found
 
 
-def all_places_of(module: nn.Module) -> Iterator[TensorPlace]:
-    """Yield the places of parameters, buffers and plain attributes, likewise."""
+def all_places_of(module: nn.Module) -> list[TensorPlace]:
+    """Return the places of parameters, buffers and plain attributes, likewise."""
+    found = []
     for path, sub in module.named_modules(remove_duplicate=False):
-        yield from _places_in(path, PARAMETER, sub._parameters)
-        yield from _places_in(path, BUFFER, sub._buffers)
-        yield from _places_in(path, ATTRIBUTE, vars(sub))
+        found += _places_in(path, PARAMETER, sub._parameters)
+        found += _places_in(path, BUFFER, sub._buffers)
+        found += _places_in(path, ATTRIBUTE, vars(sub))
+    return found
 
 
-def _places_in(
-    path: str, holding: Holding, slots: dict[str, Any]
-) -> Iterator[TensorPlace]:
-    """Yield the places of the tensors that a module of this path holds in a dict."""
-    for key, value in list(slots.items()):
-        if isinstance(value, Tensor):
-            name = f"{path}.{key}" if path else key
-            yield TensorPlace(name, holding, slots, key)
+def _places_in(path: str, holding: Holding, slots: dict[str, Any]) -> list[TensorPlace]:
+    """Return the places of the tensors that a module of this path holds in a dict."""
+    start = f"{path}." if path else ""
+    return [
+        TensorPlace(start + key, holding, slots, key)
+        for key, value in slots.items()
+        if isinstance(value, Tensor)
+    ]
 
 
 def state_of(module: nn.Module) -> list[TensorPlace]:
@@ -80,10 +83,11 @@ def state_in(places: Iterable[TensorPlace]) -> list[TensorPlace]:
     seen: set[int] = set()
     first, buffers = [], []
     for place in places:
+        tensor = place.slots[place.key]
         if place.holding == BUFFER:
             buffers.append(place)
-        elif id(place.tensor) not in seen:
-            seen.add(id(place.tensor))
+        elif id(tensor) not in seen:
+            seen.add(id(tensor))
             first.append(place)
     return first + buffers
 

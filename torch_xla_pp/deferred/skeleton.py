@@ -16,7 +16,7 @@ def skeleton_of(module: nn.Module) -> nn.Module:
     Raises:
         Exception: Something that the module holds cannot be copied.
     """
-    places = list(all_places_of(module))
+    places = all_places_of(module)
     return copy.deepcopy(module, {id(place.tensor): _bare(place) for place in places})
 
 

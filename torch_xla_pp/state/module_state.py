@@ -89,7 +89,7 @@ class ModuleState:
         record_resets(module)
         _unwrap(module)
         self._unloaded = set(unwritten(module))
-        self._move(list(places_of(module)))
+        self._move(places_of(module))
         self._states = {p.name: _version_of(p.tensor) for p in state_of(module)}
         # Weights that are used in another layout: copied once a step, or each time.
         used = self._used_partitions()
@@ -149,7 +149,7 @@ class ModuleState:
             PipelineError: A parameter or buffer has no value yet, or was resharded
                 after its first use.
         """
-        places = list(places_of(self._module))
+        places = places_of(self._module)
         held = state_in(places)
         _refuse_wrapped(held)
         self._check_loaded(held)
