@@ -12,6 +12,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "pages.h"
+
 namespace xla_pp {
 namespace {
 
@@ -24,6 +26,12 @@ constexpr size_t kMostSpareOfAll = 8;
 std::atomic<size_t> the_least{SIZE_MAX}, the_most{0};
 
 bool IsKept(size_t size) { return size >= the_least && size <= the_most; }
+
+// A block that is too large to be kept has fresh pages each time: let them be large.
+void* Fresh(void* block, size_t size) {
+  if (block && size > the_most) AskForLargePages(block, size);
+  return block;
+}
 
 bool IsAligned(const void* block, size_t alignment) {
   return reinterpret_cast<uintptr_t>(block) % alignment == 0;
@@ -190,12 +198,16 @@ void KeepBlocks(size_t least, size_t most) {
 }
 
 int PosixMemalign(void** out, size_t alignment, size_t size) {
-  if (!IsKept(size)) return posix_memalign(out, alignment, size);
+  if (!IsKept(size)) {
+    const int error = posix_memalign(out, alignment, size);
+    if (!error) Fresh(*out, size);
+    return error;
+  }
   return Blocks::The().Take(out, alignment, size);
 }
 
 void* AlignedAlloc(size_t alignment, size_t size) {
-  if (!IsKept(size)) return aligned_alloc(alignment, size);
+  if (!IsKept(size)) return Fresh(aligned_alloc(alignment, size), size);
   void* block;
   const int error = Blocks::The().Take(&block, alignment, size);
   if (error) errno = error;

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -24,3 +25,11 @@ def worlds() -> Iterator[Worlds]:
     """The pool of worker processes."""
     with Worlds() as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def large_pages() -> None:
+    """Skip tests of large pages where the system has none."""
+    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not pages.exists() or "[never]" in pages.read_text():
+        pytest.skip("this system has no large pages")

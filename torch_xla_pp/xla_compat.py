@@ -319,7 +319,8 @@ def from_local_shards(
 
 @functools.cache
 def _num_shards() -> int:
-    """Return the number of local devices of a process that has a client."""
+    """Return the number of local devices, with a client if there was none."""
+    enable_spmd()
     return num_local_devices()
 
 

@@ -18,12 +18,14 @@ ONE_VALUE = 4 * SIDE * SIDE
 M_MMAP_THRESHOLD = -3  # of malloc.h
 # Values of 4 MiB have 1,024 pages, and a run makes four of them.
 RUNS, FRESH = 8, 8 * 1000
+# Rows of a value that is not kept, and how many small pages it has.
+MANY_ROWS, PAGES = 12 * SIDE, 12 * 1024
 
 
-def page_faults(values: int = RUNS) -> int:
+def page_faults(runs: int = RUNS, rows: int = SIDE) -> int:
     """Return how many pages runs of a program take, when it has run before."""
-    x = xla_compat.replicate(torch.ones(SIDE, SIDE))
-    for attempt in range(2 + values):
+    x = xla_compat.replicate(torch.ones(rows, SIDE))
+    for attempt in range(2 + runs):
         if attempt == 2:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         results = [x * 2, x + 1, x - 3, x / 4]
@@ -58,6 +60,7 @@ def measure() -> dict[str, int]:
     found = {"faults": min(page_faults() for _ in range(3))}
     if blocks.find_blocks(env.malloc_choices()) is None:
         return found
+    found["faults of larger ones"] = page_faults(1, MANY_ROWS)
     found["waiting"] = await_waiting(lambda waiting: waiting > ONE_VALUE, lambda: None)
     found["after steps"] = waiting_after_steps(has_compiled=False)
     page_faults()
@@ -74,6 +77,12 @@ def kept() -> dict[str, int]:
 def test_the_memory_of_large_values_is_used_again(kept: dict[str, int]) -> None:
     assert kept["faults"] < FRESH // 4
     assert kept["waiting"] > ONE_VALUE
+
+
+@pytest.mark.usefixtures("large_pages")
+def test_larger_values_have_large_pages(kept: dict[str, int]) -> None:
+    # The parts of large pages at both ends are small pages.
+    assert kept["faults of larger ones"] < 4 * PAGES // 4
 
 
 def measure_with_mappings() -> dict[str, int]:

@@ -107,10 +107,8 @@ def page_faults_of_a_large_message(size: int) -> int:
     return page_faults
 
 
+@pytest.mark.usefixtures("large_pages")
 def test_a_large_message_costs_few_page_faults(worlds: Worlds) -> None:
-    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if not pages.exists() or "[never]" in pages.read_text():
-        pytest.skip("this system has no large pages")
     size = 1 << 25
     for found in worlds.run(
         page_faults_of_a_large_message, ranks=2, devices=1, args=(size,)

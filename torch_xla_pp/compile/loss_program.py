@@ -144,7 +144,8 @@ class LossProgram:
         self._values = piece.outputs[: len(joint.outputs)]
         self._template = joint.output_template
         # Whether there are no metrics.
-        self._is_alone = self._template.fill(self._template.slots)[1] == ()
+        _, metrics = self._template.fill(self._template.slots)
+        self._is_alone = isinstance(metrics, tuple) and not metrics
         self._grads = {
             i: joint.roles.get(node, node.name)
             for i, node in joint.input_grads.items()
