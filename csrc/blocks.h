@@ -6,7 +6,8 @@
 // place of that, a freed block waits here for the next value of about its size.
 //
 // All blocks are the C library's own: whoever frees one elsewhere does no harm. No more
-// are kept than were in use at once in this step or the one before, and a little.
+// are kept than were in use at once in this step or the one before, and a little. Those
+// that are too large to be kept have fresh pages still, but large ones.
 #pragma once
 
 #include <cstddef>

@@ -15,7 +15,8 @@ from torch_xla_pp.cpu import heap
 MOST_KEPT_BYTES = (32 << 20) - 1
 """Size of the largest values whose blocks are kept: those that glibc's heap may have.
 
-Larger ones are few, logits for example, and one more of them would be much.
+Larger ones are few, logits for example, and one more of them would be much. They have
+fresh pages each time, large ones if the system has such.
 """
 
 _logger = logging.getLogger(__name__)
