@@ -24,7 +24,8 @@ def test_messages_of_a_warm_pipeline_cost_their_way_there_and_back() -> None:
     link = overhead.MESSAGES
     free, real = overhead.Overhead(), overhead.Overhead(link=link)
     one = one_f_one_b(2, 1)
-    more_s = real.step_s(one, 2, 0.02, 5800) - free.step_s(one, 2, 0.02, 5800)
+    size = round(link.bytes_per_s * 1e-6)
+    more_s = real.step_s(one, 2, 0.02, size) - free.step_s(one, 2, 0.02, size)
     assert more_s == pytest.approx(2 * (link.latency_s + 1e-6))
 
 
