@@ -158,7 +158,7 @@ def turn(side: str, microbatches: int, size_name: str, jax: str) -> list[float]:
     return first
 
 
-def rows_of(microbatches: int, size_name: str, jax: str | None) -> list[dict[str, Any]]:
+def rows_of(microbatches: int, size_name: str, jax: str) -> list[dict[str, Any]]:
     """Let the sides take turns and return a row for each."""
     names = [*RANKS, *REPEATS, *(JAX if jax else ())]
     seconds: dict[str, list[float]] = {side: [] for side in names}
@@ -166,7 +166,7 @@ def rows_of(microbatches: int, size_name: str, jax: str | None) -> list[dict[str
     for _ in range(TURNS):
         for side in seconds:
             try:
-                seconds[side] += turn(side, microbatches, size_name, jax or "")
+                seconds[side] += turn(side, microbatches, size_name, jax)
             except RuntimeError as error:
                 errors[side] = str(error)
     base = statistics.median(next(iter(seconds.values())))
@@ -197,7 +197,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=gpt.SIZES, default="small")
     parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8])
-    parser.add_argument("--jax", metavar="PYTHON", help="a Python that has JAX")
+    parser.add_argument(
+        "--jax", metavar="PYTHON", default="", help="a Python that has JAX"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     for microbatches in options.microbatches:

@@ -58,7 +58,6 @@ class World:
         local = LocalMesh(names=names, shape=tuple(mesh.mesh_shape))
         self.layout = RankLayout.of(local, batch_axis, rules)
         self._mesh = mesh
-        self._is_one_device = count == 1
         self._shard_layouts: dict[TensorSpec, ShardLayout] = {}
         self._zeros: dict[TensorSpec, Tensor] = {}
         self._partitions: dict[int, dict[str, Partition]] = {}
@@ -96,7 +95,7 @@ class World:
 
     def sharding_args(self, partition: Partition) -> OpShardingArgs:
         """Return the arguments of torch_xla's sharding for a partition."""
-        if not self._is_split(partition):
+        if not self.local.is_split(partition):
             return REPLICATED
         return OpShardingArgs(*xla_compat.mesh_sharding_args(self._mesh, partition))
 
@@ -105,12 +104,9 @@ class World:
         partition = self.layout.constraint(axes)
         return None if partition is None else self.sharding(partition)
 
-    def _is_split(self, partition: Partition) -> bool:
-        return not self._is_one_device and self.local.is_split(partition)
-
     def sharding(self, partition: Partition) -> xla_compat.OpSharding:
         """Return torch_xla's sharding for a partition."""
-        if not self._is_split(partition):
+        if not self.local.is_split(partition):
             return xla_compat.replicated_sharding()
         return self._mesh.get_op_sharding(tuple(partition))
 
@@ -164,7 +160,7 @@ class World:
         """
         is_new = tensor.device.type != "xla"
         value = tensor.detach() if tensor.requires_grad else tensor
-        if is_new and not self._is_split(partition):
+        if is_new and not self.local.is_split(partition):
             return xla_compat.replicate(value)
         if is_new:
             value = value.to(xla_compat.device())
@@ -190,7 +186,7 @@ class World:
         """
         sharding = self.sharding(partition)
         value = value.detach()
-        if not self._is_split(partition):
+        if not self.local.is_split(partition):
             return xla_compat.replicate(value)
         ids = self._mesh.get_logical_mesh()
         shards = []

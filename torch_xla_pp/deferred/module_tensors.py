@@ -83,10 +83,9 @@ def state_in(places: Iterable[TensorPlace]) -> list[TensorPlace]:
     seen: set[int] = set()
     first, buffers = [], []
     for place in places:
-        tensor = place.slots[place.key]
         if place.holding == BUFFER:
             buffers.append(place)
-        elif id(tensor) not in seen:
+        elif id(tensor := place.tensor) not in seen:
             seen.add(id(tensor))
             first.append(place)
     return first + buffers

@@ -140,7 +140,6 @@ class RankPipeline:
         self.schedule = schedule
         self.stages: list[LocalStage] = local_stages(schedule)
         _check_stages(self.stages)
-        # The stage that gets the arguments of a step.
         self.lowest = min(stage.stage_index for stage in self.stages)
         self.observer: Observer | None = None
         self.num_microbatches = num_microbatches(schedule)
@@ -379,9 +378,8 @@ class RankPipeline:
         if given is not None and not self._current:
             self._begin_kind(*given)
         shown = xla_compat.shown_as(f"PP:{stage.stage_index}{kind}{microbatch}")
-        seen = None
-        if self.observer is not None:
-            seen = self._observed(stage, kind, microbatch)
+        is_seen = self.observer is not None
+        seen = self._observed(stage, kind, microbatch) if is_seen else None
         run = self.run(stage)
         return _RunningAction(run, shown, seen, partial(self._end_action, stage, kind))
 

@@ -260,8 +260,6 @@ class ModuleState:
 
     def _check_loaded(self, held: Sequence[TensorPlace]) -> None:
         """Refuse to run with tensors on meta that have no values."""
-        if not self._unloaded:
-            return
         self._unloaded = {
             place.name
             for place in held

@@ -283,7 +283,7 @@ class SavedValues:
             self.drop_free()
         self._maker = maker
         self._given = self._free.take(names, sizes)
-        self._given_size = self._size_of(self._given, sizes)
+        self._given_size = sizes.total(self._given, self._most_small)
         self.of_rank.take("free", self._given_size)
         return {names[name]: value for name, value in self._given.items()}
 
@@ -296,13 +296,13 @@ class SavedValues:
         self, kind: SavedKind, values: Mapping[str, Tensor], sizes: ValueSizes
     ) -> Size:
         """Count values that the last program has made, or has read and not freed."""
-        size = self._size_of(values, sizes)
+        size = sizes.total(values, self._most_small)
         read, reused = values.keys() & self._read, values.keys() & self._reusing
-        there = self._size_of(read | reused, sizes).small_bytes
+        there = sizes.total(read | reused, self._most_small).small_bytes
         self.of_rank.put(kind, size, there)
         if self._is_alone:
             return size
-        read_bytes = self._size_of(read, sizes).small_bytes
+        read_bytes = sizes.total(read, self._most_small).small_bytes
         if kind == "free":
             self.own.leave(read_bytes)
         else:
@@ -312,9 +312,6 @@ class SavedValues:
     def _size_of_free(self) -> Size:
         found = self._free.sizes
         return Size(sum(found), sum(x for x in found if x <= self._most_small))
-
-    def _size_of(self, names: Iterable[str], sizes: ValueSizes) -> Size:
-        return sizes.total(names, self._most_small)
 
     def has(self, kind: SavedKind, microbatch: int) -> bool:
         """Return whether there are values to take."""
