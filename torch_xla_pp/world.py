@@ -159,13 +159,14 @@ class World:
         Values on the host are uploaded shard by shard.
         """
         is_new = tensor.device.type != "xla"
+        is_split = self.local.is_split(partition)
         value = tensor.detach() if tensor.requires_grad else tensor
-        if is_new and not self.local.is_split(partition):
+        if is_new and not is_split:
             return xla_compat.replicate(value)
         if is_new:
             value = value.to(xla_compat.device())
         else:
-            if xla_compat.is_of_whole_values(value):
+            if is_split and xla_compat.is_of_whole_values(value):
                 # Cut before sharding: XLA would cut parts, and exchange rows.
                 value = xla_compat.constrain(value, xla_compat.replicated_sharding())
             value = value.clone()

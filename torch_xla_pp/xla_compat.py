@@ -353,8 +353,10 @@ def data_handles(tensors: Sequence[Tensor]) -> list[int]:
 def graph_parameters(outputs: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
     """Return ids and values of the device data that pending `outputs` read.
 
-    The values are tensors, in the order of the program's parameters.
+    The values are tensors, in the order of the program's parameters. Waits until the
+    previous program is launched: the process ends where a value has no buffers yet.
     """
+    wait_launched(_any_data())
     ids, values = _XLAC._get_tensors_xla_device_data_node(list(outputs))
     return list(ids), list(values)
 

@@ -132,6 +132,32 @@ def test_a_whole_batch_is_cut_without_an_exchange(
     assert found["split permutes"] > 0
 
 
+def gives_batches_under_way() -> bool:
+    """Evaluate on batches that are still being computed.
+
+    XLA takes programs without arithmetic for cheap, and ends their launch when they
+    have run: long after they were enqueued, if they move much.
+    """
+    join()
+    devices = xla_compat.num_local_devices()
+    mesh = xpp.init_device_mesh("xla", (1, devices), mesh_dim_names=("pp", "data"))
+    stage = xpp.PipelineStage(Scale(), 0, 1, xpp.device(), mesh=mesh["data"])
+    schedule = ScheduleGPipe(stage, 4, loss_fn=F.mse_loss)
+    batch, target = torch.arange(16.0).reshape(16, 1), torch.zeros(16, 1)
+    x, target = batch.to(xpp.device()), target.to(xpp.device())
+    much = xla_compat.replicate(torch.zeros(4 * MIB, 4))
+    for _ in range(3):
+        x = x.flip(0)
+        xla_compat.materialize([x, much.t().contiguous()])
+        outputs = schedule.eval(x, target=target)
+    return bool(outputs.cpu().equal(batch.flip(0)))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_batch_may_be_under_way(worlds: Worlds, devices: int) -> None:
+    assert worlds.run(gives_batches_under_way, ranks=1, devices=devices) == [True]
+
+
 class Slow(Scale):
     """A layer that is slow on the device, by products that nothing uses."""
 

@@ -47,6 +47,7 @@ def run_worker(parent: Connection, log: str, env: dict[str, str]) -> None:
     os.environ.update(env)
     # The effects of importing the package, with this environment.
     prepare_process()
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     with parent:
         _serve(parent)
