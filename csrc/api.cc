@@ -52,15 +52,15 @@ void xpp_use_blas(void* multiply, void* set_threads) {
 
 void xpp_use_cores(int64_t count) { SetMaxParts(count); }
 
-// Lets the library at this address use blocks of large values again, of the least to
-// the most size. Returns whether it calls what takes and gives them.
-int32_t xpp_keep_blocks(uint64_t base, int64_t least, int64_t most) {
+// Lets the library at this address use blocks of large values again, see `KeepBlocks`.
+// Returns whether it calls what takes and gives them.
+int32_t xpp_keep_blocks(uint64_t base, int64_t least, int64_t large) {
   const auto address = [](auto* function) { return reinterpret_cast<void*>(function); };
   const bool is_led =
       RedirectCalls(base, {{"free", address(&Free)}}) &&
       RedirectCalls(base, {{"aligned_alloc", address(&AlignedAlloc)},
                            {"posix_memalign", address(&PosixMemalign)}});
-  if (is_led) KeepBlocks(static_cast<size_t>(least), static_cast<size_t>(most));
+  if (is_led) KeepBlocks(static_cast<size_t>(least), static_cast<size_t>(large));
   return is_led;
 }
 

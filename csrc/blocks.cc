@@ -20,18 +20,11 @@ namespace {
 // A value may get a block that is larger by this part of its own size.
 constexpr size_t kMostSpare = 4;
 // All blocks together may take more than was in use at once, by this part of it: sizes
-// differ, so that one cannot always take the place of another.
-constexpr size_t kMostSpareOfAll = 8;
+// differ, so that one cannot always take the place of another. Of large ones there are
+// few, and one more of them would be much.
+constexpr size_t kMostSpareOfAll = 8, kMostSpareOfLarge = 64;
 
-std::atomic<size_t> the_least{SIZE_MAX}, the_most{0};
-
-bool IsKept(size_t size) { return size >= the_least && size <= the_most; }
-
-// A block that is too large to be kept has fresh pages each time: let them be large.
-void* Fresh(void* block, size_t size) {
-  if (block && size > the_most) AskForLargePages(block, size);
-  return block;
-}
+std::atomic<size_t> the_least{SIZE_MAX}, the_least_large{SIZE_MAX};
 
 bool IsAligned(const void* block, size_t alignment) {
   return reinterpret_cast<uintptr_t>(block) % alignment == 0;
@@ -47,16 +40,10 @@ struct Dropped {
 
 class Blocks {
  public:
-  Blocks() {
-    // A forked child has the locks as they were, and not the threads that held them.
-    pthread_atfork([] { The().mutex_.lock(); }, [] { The().mutex_.unlock(); },
-                   [] { The().mutex_.unlock(); });
-  }
+  explicit Blocks(size_t spare) : spare_(spare) {}
 
-  static Blocks& The() {
-    static auto* blocks = new Blocks;  // lives as long as XLA's threads
-    return *blocks;
-  }
+  void Lock() { mutex_.lock(); }
+  void Unlock() { mutex_.unlock(); }
 
   int Take(void** out, size_t alignment, size_t size) {
     {
@@ -67,22 +54,22 @@ class Blocks {
       MakeRoom(size, dropped);
     }
     if (const int error = posix_memalign(out, alignment, size)) return error;
+    if (size >= the_least_large) AskForLargePages(*out, size);
     std::lock_guard lock(mutex_);
     Use(*out, size);
     return 0;
   }
 
-  void Give(void* block) {
+  // Returns whether the block is one of these, and takes it back.
+  bool Give(void* block) {
     Dropped dropped;
     std::lock_guard lock(mutex_);
-    if (!Unuse(block)) {
-      dropped.blocks.push_back(block);  // was made before blocks were kept
-      return;
-    }
+    if (!Unuse(block)) return false;
     const size_t size = malloc_usable_size(block);
     waiting_.emplace(size, Waiting{block, step_});
     waiting_bytes_ += size;
     MakeRoom(0, dropped);
+    return true;
   }
 
   void BeginStep() {
@@ -151,7 +138,7 @@ class Blocks {
   // Drops what has waited longest until a block of `more` bytes fits in.
   void MakeRoom(size_t more, Dropped& dropped) {
     const size_t most = std::max({most_, most_before_, asked_ + more});
-    const size_t limit = most + most / kMostSpareOfAll;
+    const size_t limit = most + most / spare_;
     while (!waiting_.empty() && used_bytes_ + waiting_bytes_ + more > limit) {
       const auto oldest = std::min_element(waiting_.begin(), waiting_.end(),
                                            [](const auto& one, const auto& other) {
@@ -179,6 +166,7 @@ class Blocks {
     waiting_.erase(it);
   }
 
+  const size_t spare_;
   std::mutex mutex_;
   std::unordered_map<void*, Used> used_;
   WaitingBySize waiting_;
@@ -189,43 +177,62 @@ class Blocks {
   size_t most_ = 0, most_before_ = 0;
 };
 
+// Blocks of usual values and of large ones; they live as long as XLA's threads.
+struct Kept {
+  Blocks usual{kMostSpareOfAll}, large{kMostSpareOfLarge};
+
+  static Kept& The() {
+    static auto* kept = new Kept;
+    return *kept;
+  }
+  Blocks& Of(size_t size) { return size < the_least_large ? usual : large; }
+  void Lock() { usual.Lock(), large.Lock(); }
+  void Unlock() { large.Unlock(), usual.Unlock(); }
+};
+
 }  // namespace
 
-void KeepBlocks(size_t least, size_t most) {
-  Blocks::The();
-  the_most = most;
+void KeepBlocks(size_t least, size_t large) {
+  // A forked child has the locks as they were, and not the threads that held them.
+  pthread_atfork([] { Kept::The().Lock(); }, [] { Kept::The().Unlock(); },
+                 [] { Kept::The().Unlock(); });
+  the_least_large = large;
   the_least = least;
 }
 
 int PosixMemalign(void** out, size_t alignment, size_t size) {
-  if (!IsKept(size)) {
-    const int error = posix_memalign(out, alignment, size);
-    if (!error) Fresh(*out, size);
-    return error;
-  }
-  return Blocks::The().Take(out, alignment, size);
+  if (size < the_least) return posix_memalign(out, alignment, size);
+  return Kept::The().Of(size).Take(out, alignment, size);
 }
 
 void* AlignedAlloc(size_t alignment, size_t size) {
-  if (!IsKept(size)) return Fresh(aligned_alloc(alignment, size), size);
+  if (size < the_least) return aligned_alloc(alignment, size);
   void* block;
-  const int error = Blocks::The().Take(&block, alignment, size);
+  const int error = Kept::The().Of(size).Take(&block, alignment, size);
   if (error) errno = error;
   return error ? nullptr : block;
 }
 
 void Free(void* block) {
-  if (!block || malloc_usable_size(block) < the_least) {
-    std::free(block);
-  } else {
-    Blocks::The().Give(block);
+  if (block && malloc_usable_size(block) >= the_least) {
+    Kept& kept = Kept::The();
+    if (kept.usual.Give(block) || kept.large.Give(block)) return;
   }
+  std::free(block);  // small, or made before blocks were kept
 }
 
-void BeginStepOfBlocks() { Blocks::The().BeginStep(); }
+void BeginStepOfBlocks() {
+  Kept::The().usual.BeginStep();
+  Kept::The().large.BeginStep();
+}
 
-void DropBlocks() { Blocks::The().Drop(); }
+void DropBlocks() {
+  Kept::The().usual.Drop();
+  Kept::The().large.Drop();
+}
 
-int64_t WaitingBytes() { return Blocks::The().waiting_bytes(); }
+int64_t WaitingBytes() {
+  return Kept::The().usual.waiting_bytes() + Kept::The().large.waiting_bytes();
+}
 
 }  // namespace xla_pp

@@ -6,8 +6,8 @@
 // place of that, a freed block waits here for the next value of about its size.
 //
 // All blocks are the C library's own: whoever frees one elsewhere does no harm. No more
-// are kept than were in use at once in this step or the one before, and a little. Those
-// that are too large to be kept have fresh pages still, but large ones.
+// are kept than were in use at once in this step or the one before, and a little. The
+// largest are kept apart from the others, and next to nothing of them is to spare.
 #pragma once
 
 #include <cstddef>
@@ -15,8 +15,8 @@
 
 namespace xla_pp {
 
-// Keeps blocks of values from the least to the most size, in bytes.
-void KeepBlocks(size_t least, size_t most);
+// Keeps blocks of values from the least size on, in bytes; those from `large` on apart.
+void KeepBlocks(size_t least, size_t large);
 
 // As the C library's functions of these names, but with blocks that were freed before.
 int PosixMemalign(void** out, size_t alignment, size_t size);

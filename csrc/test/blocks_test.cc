@@ -14,7 +14,7 @@
 namespace xla_pp {
 namespace {
 
-constexpr size_t kLeast = 1000, kMost = 64000, kAlignment = 64;
+constexpr size_t kLeast = 1000, kLarge = 64000, kAlignment = 64;
 
 char* Taken(size_t size) {
   void* block = nullptr;
@@ -44,7 +44,6 @@ void OthersAreTheSystems() {
   DropBlocks();
   Free(nullptr);
   Free(Taken(kLeast - 100));
-  Free(Taken(kMost + 1));
   Free(std::malloc(2 * kLeast));
   EXPECT(WaitingBytes() == 0);
   std::free(Taken(8000));  // by somebody who knows nothing of this
@@ -58,6 +57,23 @@ void NoMoreWaitThanWereInUse() {
   DropBlocks();
   for (size_t size = 2000; size < 60000; size += size / 2) Free(Taken(size));
   EXPECT(WaitingBytes() < 60000 + 60000 / 4);
+}
+
+void OfLargeBlocksNoneIsToSpare() {
+  for (int step = 0; step < 3; ++step) BeginStepOfBlocks();
+  DropBlocks();
+  char* usual = Taken(kLarge - 1);
+  char* large = Taken(kLarge);
+  Free(usual);
+  Free(large);
+  EXPECT(Taken(kLarge) == large);  // what waits is not taken for what is kept apart
+  EXPECT(Taken(kLarge - 1) == usual);
+  Free(usual);
+  Free(large);
+  const int64_t both = WaitingBytes();
+  Free(Taken(4 * kLarge));  // the other large one makes room, and the usual one stays
+  EXPECT(WaitingBytes() >= static_cast<int64_t>(5 * kLarge - 1));
+  EXPECT(WaitingBytes() < both + static_cast<int64_t>(3 * kLarge + kLarge / 2));
 }
 
 void BlocksOfAnotherStepGoBack() {
@@ -80,7 +96,7 @@ void ManyThreads() {
       std::vector<std::pair<char*, size_t>> held;
       for (int i = 0; i < 3000; ++i) {
         if (held.size() < 8 && random() % 2) {
-          const size_t size = 500 + random() % 70000;
+          const size_t size = 500 + random() % 130000;
           char* block = Taken(size);
           std::memset(block, static_cast<int>(seed), size);
           held.emplace_back(block, size);
@@ -103,10 +119,11 @@ void ManyThreads() {
 }  // namespace xla_pp
 
 int main() {
-  xla_pp::KeepBlocks(xla_pp::kLeast, xla_pp::kMost);
+  xla_pp::KeepBlocks(xla_pp::kLeast, xla_pp::kLarge);
   xla_pp::AFreedBlockServesTheNextValueOfAboutItsSize();
   xla_pp::OthersAreTheSystems();
   xla_pp::NoMoreWaitThanWereInUse();
+  xla_pp::OfLargeBlocksNoneIsToSpare();
   xla_pp::BlocksOfAnotherStepGoBack();
   xla_pp::ManyThreads();
   xla_pp::DropBlocks();

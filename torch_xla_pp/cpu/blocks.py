@@ -12,11 +12,11 @@ import logging
 from torch_xla_pp import native, xla_compat
 from torch_xla_pp.cpu import heap
 
-MOST_KEPT_BYTES = (32 << 20) - 1
-"""Size of the largest values whose blocks are kept: those that glibc's heap may have.
+LEAST_APART_BYTES = 32 << 20
+"""Size of the least values whose blocks are kept apart, without more than was in use.
 
-Larger ones are few, logits for example, and one more of them would be much. They have
-fresh pages each time, large ones if the system has such.
+There are few of them, logits for example, and one more would be much. Their pages are
+large ones if the system has such.
 """
 
 _logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def find_blocks(chosen: tuple[str, ...]) -> ctypes.CDLL | None:
     except (native.Unavailable, LookupError) as reason:
         _logger.info("memory of large values is not used again: %s", reason)
         return None
-    if not found.xpp_keep_blocks(base, heap.MOST_KEPT_BYTES, MOST_KEPT_BYTES):
+    if not found.xpp_keep_blocks(base, heap.MOST_KEPT_BYTES, LEAST_APART_BYTES):
         _logger.info("memory of large values is not used again: XLA has other calls")
         return None
     return found

@@ -44,17 +44,16 @@ def begin_step(*, has_compiled: bool) -> None:
 
 
 def most_small_bytes() -> int:
-    """Return the size of the largest values whose memory stays here once freed.
+    """Return the size of the largest values whose memory, once freed, is for others.
 
     They are also freed late: as a program ends, its successor allocates all of its
     memory on another thread; values that only the first one has read are freed after
-    that, or at the same time. Larger values have mappings of their own, whose pages are
-    allocated as they are written, and returned.
+    that, or at the same time. Memory of larger values is kept apart, or returned.
     """
     if env.device_kind() != "CPU":
         return 0
     is_kept = blocks.find_blocks(env.malloc_choices()) is not None
-    return blocks.MOST_KEPT_BYTES if is_kept else heap.MOST_KEPT_BYTES
+    return blocks.LEAST_APART_BYTES - 1 if is_kept else heap.MOST_KEPT_BYTES
 
 
 def is_recycling() -> bool:
@@ -69,9 +68,9 @@ def is_recycling() -> bool:
 def most_joined_bytes() -> int:
     """Return how much a forward may save where it is one program with its backward.
 
-    Then it is among the program's temporary values, whose block is kept if it is not
-    too large. Zero where what is saved takes no memory of earlier values: what one
-    program would win on other devices has not been measured.
+    Then it is among the program's temporary values, which are one block: one more of
+    them would be much if it were large. Zero where what is saved takes no memory of
+    earlier values: what one program would win on other devices has not been measured.
     """
     return most_small_bytes() if is_recycling() else 0
 

@@ -7,11 +7,11 @@ enqueued, so all of that is known when they are enqueued. Not counted are the ba
 needs of programs other than the stage's (such as an optimizer's), and messages that
 have arrived before the program that receives them.
 
-A value is *small* if its memory stays with the process when it is freed, as on CPU
-devices. It is freed late there: the next program allocates its memory before values
-that only the last one read are freed. So the peak is the peak of small values, at any
-time, plus that of large ones. The temporary values of a program are one value; if that
-is small, it is there while the next program runs.
+A value is *small* if its memory, once freed, stays with the process for others that
+are small, as on CPU devices. It is freed late there: the next program allocates its
+memory before values that only the last one read are freed. So the peak is the peak of
+small values, at any time, plus that of large ones. The temporary values of a program
+are one value; if that is small, it is there while the next program runs.
 
 A *free* value is one that nothing reads any more, whose memory waits for a program that
 makes a value like it, see `FreeValues`. The rank holds it, and a stage that is alone.
