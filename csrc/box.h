@@ -1,6 +1,7 @@
 // Copies rectangular parts of dense arrays to and from messages.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <vector>
@@ -55,6 +56,29 @@ inline void Unpack(const char* message, const Box& box, char* array) {
   ForEachRun(box, [&](size_t place, size_t done) {
     std::memcpy(array + place, message + done, box.run);
   });
+}
+
+// Cuts a box into ones of at most so many bytes, in the order of the message.
+inline std::vector<Box> PartsOf(const Box& box, size_t most) {
+  if (box.size() <= most) return {box};
+  std::vector<Box> parts;
+  if (box.levels.empty()) {
+    for (size_t done = 0; done < box.run; done += most) {
+      parts.push_back({box.offset + done, std::min(most, box.run - done), {}});
+    }
+    return parts;
+  }
+  const auto [count, distance] = box.levels[0];
+  const size_t size = box.size() / count;
+  const size_t step = std::max<size_t>(1, most / size);
+  for (size_t i = 0; i < count; i += step) {
+    Box part = box;
+    part.offset += i * distance;
+    part.levels[0].count = std::min(step, count - i);
+    if (part.levels[0].count == 1) part.levels.erase(part.levels.begin());
+    for (Box& each : PartsOf(part, most)) parts.push_back(std::move(each));
+  }
+  return parts;
 }
 
 }  // namespace xla_pp

@@ -81,12 +81,15 @@ Engine::Engine(const EngineConfig& config,
 Engine::~Engine() { Close(std::chrono::seconds(0)); }
 
 Bytes Engine::BytesFor(int peer, size_t size) {
-  const SharedBlock* block = nullptr;
+  int pid = 0;
   if (is_sharing_) {
     std::lock_guard lock(mutex_);
     const auto found = pids_.find(peer);
-    if (found != pids_.end()) block = TakeShared(found->second, size);
+    if (found != pids_.end()) pid = found->second;
   }
+  // One message of all devices is written while another one is read.
+  const int few = 2 * config_.num_devices;
+  const SharedBlock* block = pid ? TakeShared(pid, size, few) : nullptr;
   return block ? Bytes(block, size) : Bytes(size);
 }
 

@@ -16,6 +16,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -218,13 +219,23 @@ ffi::Error Send(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets
   message.layout.num_devices = static_cast<int32_t>(route.num_devices);
   message.layout.digest = static_cast<uint64_t>(route.digest);
   message.bytes = engine->BytesFor(static_cast<int>(route.peer), size);
+  TheRecorder().Note(Event::kSent, message.key, size);
+  char* out = message.bytes.data();
+  const SharedBlock* block = message.bytes.block();
+  if (block) {
+    // Its reader follows the writing. The thread that tells it may be on this core.
+    engine->Send(static_cast<int>(route.peer), std::move(message));
+    std::this_thread::yield();
+  }
   size_t offset = 0;
   for (const Row& row : rows) {
-    Pack(shards[row.tensor].data, row.box, message.bytes.data() + offset);
-    offset += row.box.size();
+    for (const Box& part : PartsOf(row.box, kSharedStep)) {
+      Pack(shards[row.tensor].data, part, out + offset);
+      offset += part.size();
+      if (block) block->Write(offset);
+    }
   }
-  TheRecorder().Note(Event::kSent, message.key, size);
-  engine->Send(static_cast<int>(route.peer), std::move(message));
+  if (!block) engine->Send(static_cast<int>(route.peer), std::move(message));
   return ffi::Error::Success();
 }
 

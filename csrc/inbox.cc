@@ -37,21 +37,27 @@ void Complete(Request request, const std::function<void(const Request&)>& fill) 
   });
 }
 
+// Writes what stands for values that did not come.
+void FillWithout(const Request& request) {
+  for (const Result& result : request.results) {
+    if (result.size) std::memset(result.out, result.filling, result.size);
+  }
+}
+
 }  // namespace
 
-void Discard(Request request) {
-  Complete(std::move(request), [](const Request& request) {
-    for (const Result& result : request.results) {
-      if (result.size) std::memset(result.out, result.filling, result.size);
-    }
-  });
-}
+void Discard(Request request) { Complete(std::move(request), FillWithout); }
 
 Inbox::Inbox(int rank, int num_devices, Seconds timeout, OnFailure on_failure)
     : rank_(rank),
       num_devices_(num_devices),
       timeout_(timeout),
       on_failure_(std::move(on_failure)) {}
+
+Inbox::~Inbox() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return num_filling_ == 0; });
+}
 
 void Inbox::Receive(Request request) {
   Tasks tasks;
@@ -82,6 +88,7 @@ void Inbox::ReceiveLocked(Request request, Tasks& tasks) {
   if (is_new) group.since = now;
   if (group.num_received++ == 0) {
     group.waiting_since = now;
+    group.num_left = std::make_shared<int>(num_devices_);
     group.layout = request.layout;
     group.part_sizes = request.part_sizes;
   }
@@ -144,6 +151,13 @@ std::string Inbox::LostText(const Key& key, const std::string& reason,
                   RankName(rank_) + " after " + Text(waited) + " s");
 }
 
+std::string Inbox::LateText(const Key& key, Seconds waited) const {
+  return RankName(rank_) + " waited " + Text(waited) + " s for " +
+         RankName(key.edge.source) + ": recv " + Describe(key) +
+         ". See whether that rank still runs, or set TORCH_XLA_PP_TIMEOUT_S to more "
+         "seconds.";
+}
+
 // Answers the receives of a group if it is complete, wrong or of a failed generation.
 void Inbox::UpdateLocked(Groups::iterator found, Tasks& tasks) {
   const Key key = found->first;
@@ -156,35 +170,80 @@ void Inbox::UpdateLocked(Groups::iterator found, Tasks& tasks) {
     if (!AllArrived(group)) return;
     group.is_whole = true;
   }
-  AnswerLocked(group, tasks);
-  if (group.num_received == num_devices_) {
-    num_completed_[key.generation] += 1;
-    groups_.erase(found);
-    tasks.push_back([this] { changed_.notify_all(); });
-  }
+  AnswerLocked(key, group, tasks);
+  if (group.num_received == num_devices_) groups_.erase(found);
 }
 
-void Inbox::AnswerLocked(Group& group, Tasks& tasks) {
+void Inbox::AnswerLocked(const Key& key, Group& group, Tasks& tasks) {
   for (Request& request : group.waiting) {
-    if (group.is_whole) {
-      tasks.push_back([request = std::move(request), parts = group.parts] {
-        Complete(request, [parts](const Request& request) {
-          for (const Result& result : request.results) {
-            if (result.is_padded) std::memset(result.out, 0, result.size);
-          }
-          for (const Piece& piece : request.pieces) {
-            if (!piece.box.size()) continue;
-            const Bytes& bytes = parts.at(piece.source)->bytes;
-            Unpack(bytes.data() + piece.offset, piece.box,
-                   request.results[piece.result].out);
-          }
-        });
+    ++num_filling_;
+    const auto parts = group.is_whole ? group.parts : Parts();
+    tasks.push_back([this, key, request = std::move(request), parts,
+                     is_whole = group.is_whole, num_left = group.num_left] {
+      Complete(request, [=](const Request& request) {
+        is_whole ? Fill(request, parts) : FillWithout(request);
+        CountFilled(key, *num_left);
       });
-    } else {
-      tasks.push_back([request = std::move(request)] { Discard(request); });
-    }
+    });
   }
   group.waiting.clear();
+}
+
+void Inbox::Fill(const Request& request, const Parts& parts) {
+  const auto since = Clock::now();
+  if (Copy(request, parts, [&] { return IsOver(request.key, since); })) return;
+  FillWithout(request);
+  FailUnwritten(request.key, since);
+}
+
+bool Inbox::Copy(const Request& request, const Parts& parts,
+                 const std::function<bool()>& is_over) {
+  for (const Result& result : request.results) {
+    if (result.is_padded) std::memset(result.out, 0, result.size);
+  }
+  for (const Piece& piece : request.pieces) {
+    if (!piece.box.size()) continue;
+    const Bytes& bytes = parts.at(piece.source)->bytes;
+    size_t offset = piece.offset;
+    for (const Box& part : PartsOf(piece.box, kSharedStep)) {
+      const size_t end = offset + part.size();
+      if (bytes.block() && !bytes.block()->Await(end, is_over)) return false;
+      Unpack(bytes.data() + offset, part, request.results[piece.result].out);
+      offset = end;
+    }
+  }
+  return true;
+}
+
+bool Inbox::IsOver(const Key& key, Clock::time_point since) const {
+  std::lock_guard lock(mutex_);
+  return key.generation < generation_ || failures_.count(key.generation) ||
+         lost_.count(key.edge.source) || Clock::now() - since >= timeout_;
+}
+
+void Inbox::FailUnwritten(const Key& key, Clock::time_point since) {
+  Tasks tasks;
+  {
+    std::lock_guard lock(mutex_);
+    const Seconds waited = Clock::now() - since;
+    const auto gone = lost_.find(key.edge.source);
+    if (gone != lost_.end()) {
+      FailLocked(key.generation, FailureKind::kError,
+                 LostText(key, gone->second, waited), tasks);
+    } else {
+      FailLocked(key.generation, FailureKind::kTimeout, LateText(key, waited), tasks);
+    }
+  }
+  for (auto& task : tasks) task();
+}
+
+void Inbox::CountFilled(const Key& key, int& num_left) {
+  std::lock_guard lock(mutex_);
+  --num_filling_;
+  if (--num_left == 0 && key.generation >= generation_) {
+    num_completed_[key.generation] += 1;
+  }
+  changed_.notify_all();
 }
 
 void Inbox::Open(const Edge& edge) {
@@ -240,7 +299,7 @@ void Inbox::Advance(uint64_t generation) {
     if (generation <= generation_) return;
     while (!groups_.empty() && groups_.begin()->first.generation < generation) {
       const auto found = groups_.begin();
-      AnswerLocked(found->second, tasks);
+      AnswerLocked(found->first, found->second, tasks);
       groups_.erase(found);
     }
     failures_.erase(failures_.begin(), failures_.lower_bound(generation));
@@ -260,12 +319,7 @@ Clock::time_point Inbox::Expire() {
       if (failures_.count(key.generation)) continue;
       const Seconds waited = now - group.waiting_since;
       if (!group.waiting.empty() && waited >= timeout_) {
-        FailLocked(key.generation, FailureKind::kTimeout,
-                   RankName(rank_) + " waited " + Text(waited) + " s for " +
-                       RankName(key.edge.source) + ": recv " + Describe(key) +
-                       ". See whether that rank still runs, or set "
-                       "TORCH_XLA_PP_TIMEOUT_S to more seconds.",
-                   tasks);
+        FailLocked(key.generation, FailureKind::kTimeout, LateText(key, waited), tasks);
         break;
       }
       if (!edges_.count(key.edge) && now - group.since >= kUnknownEdgeGrace) {

@@ -12,9 +12,10 @@
 //   generation completes at once, filled with NaN or -1, and `failure` returns the
 //   reason. A failed program would stop on one device while another one already
 //   waits for it in a collective.
-// * Nothing here waits except `Settle`, which only the main thread calls. Callbacks run
-//   without the lock. `done` runs the rest of a program; it is called by the op itself
-//   or on a thread of its own.
+// * Nothing here waits except `Settle`, which only the main thread calls, and a receive
+//   whose message is still being written by its sender. Callbacks run without the lock.
+//   `done` runs the rest of a program; it is called by the op itself or on a thread of
+//   its own.
 #pragma once
 
 #include <cfenv>
@@ -85,6 +86,8 @@ class Inbox {
 
   Inbox(int rank, int num_devices, std::chrono::duration<double> timeout,
         OnFailure on_failure);
+  // Waits for receives that are being filled; there must be no new ones.
+  ~Inbox();
 
   // Called by the receive op of each device; calls `done` now or later.
   void Receive(Request request);
@@ -122,9 +125,12 @@ class Inbox {
     Layout layout;
     Bytes bytes;
   };
+  using Parts = std::map<int32_t, std::shared_ptr<const Part>>;
   struct Group {
-    std::map<int32_t, std::shared_ptr<const Part>> parts;  // by the sender's device
+    Parts parts;  // by the sender's device
     std::vector<Request> waiting;
+    // Local devices whose receive has not been filled.
+    std::shared_ptr<int> num_left;
     Layout layout;  // as asked for; all devices ask alike
     std::vector<size_t> part_sizes;
     bool is_whole = false;
@@ -139,12 +145,26 @@ class Inbox {
   std::optional<std::string> FaultOf(const Key& key, const Group& group) const;
   std::string LostText(const Key& key, const std::string& reason,
                        std::chrono::duration<double> waited) const;
+  std::string LateText(const Key& key, std::chrono::duration<double> waited) const;
+  // Returns whether a receive that waits since then for its message to be written need
+  // not wait any more.
+  bool IsOver(const Key& key, Clock::time_point since) const;
+  // Writes the values of a receive, or what stands for them if they are not all
+  // written.
+  void Fill(const Request& request, const Parts& parts);
+  // Copies them; returns false if `is_over` says that they will not all come.
+  static bool Copy(const Request& request, const Parts& parts,
+                   const std::function<bool()>& is_over);
+  // Fails a receive whose message will not be written any more.
+  void FailUnwritten(const Key& key, Clock::time_point since);
+  // Counts a receive of one device that has been filled.
+  void CountFilled(const Key& key, int& num_left);
 
   // These need the lock. `tasks` gets what is to be run without it. They may erase
   // groups.
   void ReceiveLocked(Request request, Tasks& tasks);
   void UpdateLocked(Groups::iterator found, Tasks& tasks);
-  void AnswerLocked(Group& group, Tasks& tasks);
+  void AnswerLocked(const Key& key, Group& group, Tasks& tasks);
   void FailLocked(uint64_t generation, FailureKind kind, const std::string& text,
                   Tasks& tasks);
 
@@ -160,6 +180,7 @@ class Inbox {
   std::map<uint64_t, uint64_t> num_completed_;
   std::map<int, std::string> lost_;
   uint64_t generation_ = 0;
+  int num_filling_ = 0;
 };
 
 }  // namespace xla_pp

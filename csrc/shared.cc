@@ -14,6 +14,7 @@
 #include <map>
 #include <mutex>
 #include <new>
+#include <thread>
 #include <utility>
 
 namespace xla_pp {
@@ -29,6 +30,11 @@ constexpr size_t kMaxBlocks = 128;
 // If there are too many, those go that nothing was sent in for so long.
 constexpr auto kUnusedAfter = std::chrono::seconds(10);
 constexpr size_t kHeadSize = 4096;
+// For a block that is being read.
+constexpr auto kMostWait = std::chrono::milliseconds(20);
+// The reader first yields, which costs less than a microsecond, and then sleeps.
+constexpr int kYields = 200;
+constexpr auto kSleep = std::chrono::microseconds(50);
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 static_assert(sizeof(SharedHead) <= kHeadSize);
@@ -47,23 +53,28 @@ void Unmap(const SharedBlock& block) { munmap(block.head, kHeadSize + block.capa
 // The blocks of this process, which other ones read.
 class Owned {
  public:
-  const SharedBlock* Take(int reader, size_t size) {
+  const SharedBlock* Take(int reader, size_t size, int few) {
     size_t capacity = kLeast;
     while (capacity < size) capacity *= 2;
-    std::lock_guard lock(mutex_);
-    const auto like = [&](const Block& it) {
-      return it.reader == reader && it.block.capacity == capacity;
-    };
-    for (Block& it : blocks_) {
-      SharedHead& head = *it.block.head;
-      if (!like(it) || head.is_taken.load(std::memory_order_acquire)) continue;
-      head.is_sent = 0;
-      head.is_taken = 1;
-      it.taken_at = Clock::now();
-      return &it.block;
+    const auto end = Clock::now() + kMostWait;
+    for (;;) {
+      {
+        std::lock_guard lock(mutex_);
+        int num_taken = 0;
+        bool is_read = false;
+        for (Block& it : blocks_) {
+          if (it.reader != reader || it.block.capacity != capacity) continue;
+          if (it.is_free()) return it.Take(size);
+          ++num_taken;
+          is_read |= it.block.head->is_read != 0;
+        }
+        if (!is_read || num_taken < few || Clock::now() >= end) {
+          if (!HasRoomFor(capacity)) DropUnused();
+          return HasRoomFor(capacity) ? Add(reader, capacity, size) : nullptr;
+        }
+      }
+      std::this_thread::yield();
     }
-    if (!HasRoomFor(capacity)) DropUnused();
-    return HasRoomFor(capacity) ? Add(reader, capacity) : nullptr;
   }
 
   bool AreOpen(int reader) {
@@ -80,7 +91,22 @@ class Owned {
   struct Block {
     SharedBlock block;
     int reader;
+    size_t size;  // of the last message
     Clock::time_point taken_at;
+
+    bool is_free() const {
+      return !block.head->is_taken.load(std::memory_order_acquire) &&
+             block.head->written == size;
+    }
+    const SharedBlock* Take(size_t new_size) {
+      SharedHead& head = *block.head;
+      size = new_size;
+      head.is_sent = head.is_read = 0;
+      head.written = 0;
+      head.is_taken = 1;
+      taken_at = Clock::now();
+      return &block;
+    }
   };
 
   bool HasRoomFor(size_t capacity) const {
@@ -88,11 +114,9 @@ class Owned {
   }
 
   static bool IsUnused(const Block& it) {
+    if (it.is_free()) return Clock::now() - it.taken_at >= kUnusedAfter;
     const SharedHead& head = *it.block.head;
-    if (head.is_taken.load(std::memory_order_acquire)) {
-      return head.is_sent && !Exists(it.reader);
-    }
-    return Clock::now() - it.taken_at >= kUnusedAfter;
+    return head.is_sent && head.written == it.size && !Exists(it.reader);
   }
 
   void DropUnused() {
@@ -108,7 +132,7 @@ class Owned {
     }
   }
 
-  const SharedBlock* Add(int reader, size_t capacity) {
+  const SharedBlock* Add(int reader, size_t capacity, size_t message_size) {
     const int file = memfd_create("torch_xla_pp", MFD_CLOEXEC);
     if (file < 0) return nullptr;
     const size_t size = kHeadSize + capacity;
@@ -120,11 +144,10 @@ class Owned {
     }
     auto* head = new (memory) SharedHead;
     head->number = ++last_;
-    head->is_taken = 1;
     bytes_ += capacity;
     const SharedPlace place{getpid(), file, head->number};
-    blocks_.push_back({{place, capacity, head}, reader, Clock::now()});
-    return &blocks_.back().block;
+    blocks_.push_back({{place, capacity, head}, reader, 0, {}});
+    return blocks_.back().Take(message_size);
   }
 
   std::mutex mutex_;
@@ -201,9 +224,22 @@ Opened& TheOpened() {
 
 char* SharedBlock::data() const { return reinterpret_cast<char*>(head) + kHeadSize; }
 
-const SharedBlock* TakeShared(int reader, size_t size) {
+bool SharedBlock::Await(size_t size, const std::function<bool()>& is_over) const {
+  head->is_read = 1;
+  for (int i = 0; head->written.load(std::memory_order_acquire) < size; ++i) {
+    if (i < kYields) {
+      std::this_thread::yield();
+    } else {
+      if (is_over()) return false;
+      std::this_thread::sleep_for(kSleep);
+    }
+  }
+  return true;
+}
+
+const SharedBlock* TakeShared(int reader, size_t size, int few) {
   if (size < kLeast || size > kMaxBytes) return nullptr;
-  return TheOwned().Take(reader, size);
+  return TheOwned().Take(reader, size, few);
 }
 
 const SharedBlock* OpenShared(const SharedPlace& place, size_t size,

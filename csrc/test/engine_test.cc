@@ -170,7 +170,19 @@ void Send(Node& node, int peer, Key key, int device, int num_devices, char conte
   message.layout = LayoutOf(num_devices, digest);
   message.bytes = node.engine->BytesFor(peer, size);
   std::memset(message.bytes.data(), content, size);
+  if (const SharedBlock* block = message.bytes.block()) block->Write(size);
   node.engine->Send(peer, std::move(message));
+}
+
+// Sends a message in shared memory before anything of it was written.
+const SharedBlock* SendAhead(Node& node, Key key, size_t size) {
+  Message message;
+  message.key = key;
+  message.layout = LayoutOf(1);
+  message.bytes = node.engine->BytesFor(1, size);
+  const SharedBlock* block = message.bytes.block();
+  node.engine->Send(1, std::move(message));
+  return block;
 }
 
 // One receive op: waits as XLA would, for `done`.
@@ -225,6 +237,16 @@ void BoxesAreCopiedRunByRun() {
     const int row = i / 5 - 1, column = i % 5 - 1;
     const bool is_in = row >= 0 && row < 4 && column >= 0 && column < 3;
     EXPECT(other[i / 5][i % 5] == (is_in ? message[row * 3 + column] : 0));
+  }
+  for (const size_t most : {1, 2, 3, 4, 7, 11, 12}) {
+    char parts[12];
+    size_t done = 0;
+    for (const Box& part : PartsOf(box, most)) {
+      EXPECT(part.size() > 0 && part.size() <= most);
+      Pack(&array[0][0][0], part, parts + done);
+      done += part.size();
+    }
+    EXPECT(done == 12 && std::memcmp(parts, message, 12) == 0);
   }
   Pack(&array[0][0][0], {0, 0, {}}, nullptr);
   Pack(&array[0][0][0], {0, 2, {{0, 1}}}, nullptr);
@@ -288,6 +310,72 @@ void LargeMessagesInSharedMemory() {
     sender.join();
     pair.one.engine->inbox().Advance(1);
     EXPECT(pair.zero.engine->Close(seconds(30)));
+  }
+}
+
+void AReceiveFollowsTheWriting() {
+  const size_t size = 3 * kSharedStep + 1000;
+  Pair pair(1, seconds(60), getpid());
+  Receiver receiver(pair.one, KeyOf(0, 0, 0), 0, 1, size);  // else it waits here
+  const SharedBlock* block = SendAhead(pair.zero, KeyOf(0, 0, 0), size);
+  EXPECT(!receiver.IsDone(milliseconds(100)));
+  std::memset(block->data(), 6, size);
+  block->Write(2 * kSharedStep);
+  EXPECT(!receiver.IsDone(milliseconds(100)));
+  EXPECT(!pair.one.engine->inbox().Settle(0, 1, milliseconds(10)));
+  block->Write(size);
+  EXPECT(receiver.IsDone(milliseconds(30000)) && receiver.content() == 6);
+  EXPECT(pair.one.engine->inbox().Settle(0, 1, seconds(30)));
+  block = SendAhead(pair.zero, KeyOf(0, 0, 1), size);
+  while (pair.one.engine->inbox().stats().num_messages == 0) std::this_thread::yield();
+  std::thread writer([&] {
+    std::this_thread::sleep_for(milliseconds(50));
+    std::memset(block->data(), 7, size);
+    block->Write(size);
+  });
+  Receiver late(pair.one, KeyOf(0, 0, 1), 0, 1, size);
+  EXPECT(late.IsDone(milliseconds(0)) && late.content() == 7);
+  writer.join();
+}
+
+// Whatever keeps the sender from writing the rest.
+void AMessageThatIsNotWrittenEnds() {
+  const size_t size = 2 * kSharedStep;
+  const auto half_sent = [&](Pair& pair) {
+    const SharedBlock* block = SendAhead(pair.zero, KeyOf(0, 0, 0), size);
+    block->Write(size / 2);
+    return block;
+  };
+  {
+    Pair pair(1, seconds(60), getpid());
+    Receiver receiver(pair.one, KeyOf(0, 0, 0), 0, 1, size);
+    const SharedBlock* block = half_sent(pair);
+    EXPECT(!receiver.IsDone(milliseconds(50)));
+    pair.one.link->Lose(0);
+    EXPECT(receiver.IsDone(milliseconds(30000)) && receiver.content() == -1);
+    EXPECT(!pair.one.engine->inbox().Settle(0, 1, milliseconds(10)));
+    EXPECT(pair.one.engine->inbox().failure(0)->text.find("rank 0 is gone: it was") !=
+           std::string::npos);
+    EXPECT(pair.zero.engine->BytesFor(1, size).block() != block);
+    block->Write(size);
+  }
+  {
+    Pair pair(1, milliseconds(300), getpid());
+    Receiver receiver(pair.one, KeyOf(0, 0, 0), 0, 1, size);
+    const SharedBlock* block = half_sent(pair);
+    EXPECT(receiver.IsDone(milliseconds(30000)) && receiver.content() == -1);
+    EXPECT(pair.one.engine->inbox().failure(0)->kind == FailureKind::kTimeout);
+    block->Write(size);
+  }
+  {
+    Pair pair(1, seconds(60), getpid());
+    Receiver receiver(pair.one, KeyOf(0, 0, 0), 0, 1, size);
+    const SharedBlock* block = half_sent(pair);
+    EXPECT(!receiver.IsDone(milliseconds(50)));
+    pair.one.engine->inbox().Advance(1);
+    EXPECT(receiver.IsDone(milliseconds(30000)) && receiver.content() == -1);
+    EXPECT(!pair.one.engine->inbox().failure(1));
+    block->Write(size);
   }
 }
 
@@ -413,6 +501,8 @@ int main() {
   xla_pp::BoxesAreCopiedRunByRun();
   xla_pp::ManyMessagesInAnyOrder();
   xla_pp::LargeMessagesInSharedMemory();
+  xla_pp::AReceiveFollowsTheWriting();
+  xla_pp::AMessageThatIsNotWrittenEnds();
   xla_pp::AllDevicesOrNone();
   xla_pp::PiecesOfSeveralSourcesMakeAShard();
   xla_pp::ADeathEndsEveryReceiveAlike();

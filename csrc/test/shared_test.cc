@@ -20,14 +20,19 @@ namespace {
 
 constexpr size_t kSize = 100000;
 constexpr size_t kMany = 1000;  // more than there may be
+constexpr int kFew = 3;
 
 const SharedBlock* Sent(int reader, char content) {
-  const SharedBlock* block = TakeShared(reader, kSize);
+  const SharedBlock* block = TakeShared(reader, kSize, kFew);
   if (!block) return nullptr;
   std::memset(block->data(), content, kSize);
+  block->Write(kSize);
   block->Leave();
   return block;
 }
+
+bool Never() { return false; }
+bool Always() { return true; }
 
 void TheReaderFreesABlock() {
   const SharedBlock* block = Sent(getpid(), 3);
@@ -45,9 +50,50 @@ void TheReaderFreesABlock() {
   read->Free();
 }
 
+void ABlockIsNotTakenBeforeItWasWritten() {
+  const SharedBlock* block = TakeShared(getpid(), kSize, kFew);
+  block->Leave();
+  std::string error;
+  const SharedBlock* read = OpenShared(block->place, kSize, &error);
+  EXPECT(!read->Await(1, Always));
+  block->Write(1);
+  EXPECT(read->Await(1, Always));
+  read->Free();
+  EXPECT(Sent(getpid(), 1) != block);
+  block->Write(kSize);
+  EXPECT(Sent(getpid(), 1) == block);
+  read->Free();
+}
+
+// A writer that is ahead takes the memory that its reader is about to free.
+void OneThatIsReadIsWaitedFor() {
+  constexpr size_t kOther = 4 * kSize;
+  std::vector<const SharedBlock*> blocks;
+  for (int i = 0; i < kFew; ++i) {
+    blocks.push_back(TakeShared(getpid(), kOther, kFew));
+    blocks.back()->Write(kOther);
+    blocks.back()->Leave();
+  }
+  std::string error;
+  const SharedBlock* read = OpenShared(blocks[1]->place, kOther, &error);
+  EXPECT(read->Await(kOther, Never));
+  std::thread reader([&] { read->Free(); });
+  EXPECT(TakeShared(getpid(), kOther, kFew) == blocks[1]);
+  reader.join();
+  blocks[1]->Write(kOther);
+  EXPECT(read->Await(kOther, Never));  // and is not freed in time
+  const SharedBlock* fourth = TakeShared(getpid(), kOther, kFew);
+  EXPECT(fourth != blocks[1]);
+  fourth->Write(kOther);
+  fourth->Free();
+  for (const SharedBlock* block : blocks) block->Free();
+}
+
 void WhatIsNotThereIsAnError() {
   std::string error;
-  SharedPlace place = TakeShared(getpid(), kSize)->place;
+  const SharedBlock* block = TakeShared(getpid(), kSize, kFew);
+  block->Write(kSize);
+  SharedPlace place = block->place;
   EXPECT(!OpenShared(place, 10 * kSize, &error) && error == "it is too small");
   place.number = 12345;
   EXPECT(!OpenShared(place, kSize, &error));
@@ -57,7 +103,7 @@ void WhatIsNotThereIsAnError() {
   EXPECT(error.find("/fd/9999: No such file") != std::string::npos);
 }
 
-void SmallMessagesAreNotShared() { EXPECT(!TakeShared(getpid(), 1000)); }
+void SmallMessagesAreNotShared() { EXPECT(!TakeShared(getpid(), 1000, kFew)); }
 
 // The memory of a process that has ended serves others.
 void ThereAreNotTooManyBlocks() {
@@ -69,11 +115,12 @@ void ThereAreNotTooManyBlocks() {
   size_t count = 0;
   while (count < kMany && Sent(child, 1)) ++count;
   EXPECT(count > 10 && count < kMany);
-  EXPECT(!TakeShared(getpid(), kSize * 10));
+  EXPECT(!TakeShared(getpid(), kSize * 10, kFew));
   kill(child, SIGKILL);
   waitpid(child, nullptr, 0);
-  const SharedBlock* block = TakeShared(getpid(), kSize * 10);
+  const SharedBlock* block = TakeShared(getpid(), kSize * 10, kFew);
   EXPECT(block);
+  block->Write(kSize * 10);
   block->Free();
 }
 
@@ -84,13 +131,15 @@ void ManyThreads() {
   for (int place = 0; place < 4; ++place) {
     threads.emplace_back([place] {
       for (int i = 0; i < 2000; ++i) {
-        const SharedBlock* block = TakeShared(getpid(), kSize);
+        const SharedBlock* block = TakeShared(getpid(), kSize, kFew);
         EXPECT(block);
         block->data()[place] = static_cast<char>(i);
+        block->Write(kSize);
         block->Leave();
         std::string error;
         const SharedBlock* read = OpenShared(block->place, kSize, &error);
-        EXPECT(read && read->data()[place] == static_cast<char>(i));
+        EXPECT(read && read->Await(kSize, Never));
+        EXPECT(read->data()[place] == static_cast<char>(i));
         read->Free();
       }
     });
@@ -103,6 +152,8 @@ void ManyThreads() {
 
 int main() {
   xla_pp::TheReaderFreesABlock();
+  xla_pp::ABlockIsNotTakenBeforeItWasWritten();
+  xla_pp::OneThatIsReadIsWaitedFor();
   xla_pp::WhatIsNotThereIsAnError();
   xla_pp::SmallMessagesAreNotShared();
   xla_pp::ThereAreNotTooManyBlocks();
