@@ -51,7 +51,7 @@ MANY = (2, 8, 64, 256, 1024)
 MOST_MICROBATCHES = 128
 ACTIVATION_BYTES = 16 * 2**20
 # docs/performance/p2p.md, in-graph: latency of 64 bytes, bandwidth of 16 MiB.
-MESSAGES = Link(latency_s=335e-6, bytes_per_s=4330e6)
+MESSAGES = Link(latency_s=351e-6, bytes_per_s=7090e6)
 # docs/performance/liveness.md: one rank tells 31 others, which all are its children in
 # the tree of connections.
 HOP_S = 1.5e-3

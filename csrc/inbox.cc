@@ -177,11 +177,13 @@ void Inbox::UpdateLocked(Groups::iterator found, Tasks& tasks) {
 void Inbox::AnswerLocked(const Key& key, Group& group, Tasks& tasks) {
   for (Request& request : group.waiting) {
     ++num_filling_;
-    const auto parts = group.is_whole ? group.parts : Parts();
+    auto parts = std::make_shared<Parts>();
+    if (group.is_whole) *parts = group.parts;
     tasks.push_back([this, key, request = std::move(request), parts,
                      is_whole = group.is_whole, num_left = group.num_left] {
       Complete(request, [=](const Request& request) {
-        is_whole ? Fill(request, parts) : FillWithout(request);
+        is_whole ? Fill(request, *parts) : FillWithout(request);
+        parts->clear();  // the rest of the program may take long
         CountFilled(key, *num_left);
       });
     });
@@ -212,7 +214,11 @@ bool Inbox::Copy(const Request& request, const Parts& parts,
       offset = end;
     }
   }
-  return true;
+  // No device goes on before the others can.
+  return std::all_of(parts.begin(), parts.end(), [&](const auto& it) {
+    const Bytes& bytes = it.second->bytes;
+    return !bytes.block() || bytes.block()->Await(bytes.size(), is_over);
+  });
 }
 
 bool Inbox::IsOver(const Key& key, Clock::time_point since) const {

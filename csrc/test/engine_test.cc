@@ -175,10 +175,12 @@ void Send(Node& node, int peer, Key key, int device, int num_devices, char conte
 }
 
 // Sends a message in shared memory before anything of it was written.
-const SharedBlock* SendAhead(Node& node, Key key, size_t size) {
+const SharedBlock* SendAhead(Node& node, Key key, size_t size, int device = 0,
+                             int num_devices = 1) {
   Message message;
   message.key = key;
-  message.layout = LayoutOf(1);
+  message.device = device;
+  message.layout = LayoutOf(num_devices);
   message.bytes = node.engine->BytesFor(1, size);
   const SharedBlock* block = message.bytes.block();
   node.engine->Send(1, std::move(message));
@@ -188,7 +190,10 @@ const SharedBlock* SendAhead(Node& node, Key key, size_t size) {
 // One receive op: waits as XLA would, for `done`.
 class Receiver {
  public:
-  Receiver(Node& node, Key key, int device, int num_devices, size_t size = 64)
+  // `condition` is looked at when the rest of the program may run.
+  Receiver(
+      Node& node, Key key, int device, int num_devices, size_t size = 64,
+      std::function<bool()> condition = [] { return true; })
       : out_(size) {
     Request request;
     request.key = key;
@@ -196,8 +201,9 @@ class Receiver {
     request.part_sizes.assign(num_devices, size);
     request.results.push_back({out_.data(), size, -1});
     request.pieces.push_back({device, 0, 0, {0, size, {}}});
-    request.done = [state = state_] {
+    request.done = [state = state_, condition] {
       std::lock_guard lock(state->mutex);
+      state->was_so = condition();
       state->is_done = true;
       state->changed.notify_all();
     };
@@ -210,12 +216,14 @@ class Receiver {
   }
 
   char content() const { return out_.data()[out_.size() - 1]; }
+  bool was_so() const { return state_->was_so; }
 
  private:
   struct State {
     std::mutex mutex;
     std::condition_variable changed;
     bool is_done = false;
+    bool was_so = false;
   };
   Bytes out_;
   std::shared_ptr<State> state_ = std::make_shared<State>();
@@ -336,6 +344,32 @@ void AReceiveFollowsTheWriting() {
   Receiver late(pair.one, KeyOf(0, 0, 1), 0, 1, size);
   EXPECT(late.IsDone(milliseconds(0)) && late.content() == 7);
   writer.join();
+}
+
+// The sender's devices write one after another, and the receiver's go on together. The
+// memory is free then, as the rest of a program may take long.
+void DevicesGoOnWhenAllIsWritten() {
+  const size_t size = kSharedStep;
+  Pair pair(2, seconds(60), getpid());
+  std::vector<const SharedBlock*> blocks;
+  std::vector<std::unique_ptr<Receiver>> receivers;
+  for (const int device : {0, 1}) {
+    const auto is_free = [&] { return !blocks.at(0)->head->is_taken; };
+    receivers.push_back(
+        std::make_unique<Receiver>(pair.one, KeyOf(0, 0, 0), device, 2, size, is_free));
+  }
+  for (const int device : {0, 1}) {
+    blocks.push_back(SendAhead(pair.zero, KeyOf(0, 0, 0), size, device, 2));
+  }
+  std::memset(blocks[0]->data(), 5, size);
+  blocks[0]->Write(size);
+  EXPECT(!receivers[0]->IsDone(milliseconds(100)));
+  std::memset(blocks[1]->data(), 6, size);
+  blocks[1]->Write(size);
+  for (const auto& receiver : receivers) EXPECT(receiver->IsDone(milliseconds(30000)));
+  EXPECT(receivers[0]->content() == 5 && receivers[1]->content() == 6);
+  // Whoever was last saw both free.
+  EXPECT(receivers[0]->was_so() || receivers[1]->was_so());
 }
 
 // Whatever keeps the sender from writing the rest.
@@ -502,6 +536,7 @@ int main() {
   xla_pp::ManyMessagesInAnyOrder();
   xla_pp::LargeMessagesInSharedMemory();
   xla_pp::AReceiveFollowsTheWriting();
+  xla_pp::DevicesGoOnWhenAllIsWritten();
   xla_pp::AMessageThatIsNotWrittenEnds();
   xla_pp::AllDevicesOrNone();
   xla_pp::PiecesOfSeveralSourcesMakeAShard();

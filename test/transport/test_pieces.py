@@ -41,6 +41,9 @@ FIXED: list[tuple[tuple[int, ...], Spec, Spec]] = [
     ((7, 3), ("b", None), (None, None)),
     ((0, 3), (None, None), (None, "a")),
     ((), (), ()),
+    # Of more than a step of shared memory for each device, in pieces of many rows.
+    ((1200, 1600), ("a", None), (None, ("a", "b"))),
+    ((1200, 1600), (None, "b"), ("b", None)),
 ]
 
 
