@@ -49,7 +49,8 @@ class Engine {
   // on this host.
   void Connect(int peer, const std::string& address, int pid = 0);
 
-  // Returns memory for what is sent to a peer.
+  // Returns memory for what is sent to a peer. If other processes see it, it may be
+  // sent before it is written; all of it must be then, see `TakeShared`.
   Bytes BytesFor(int peer, size_t size);
 
   // Called by the send op of each device, with a message of its own; `peer` is the

@@ -219,7 +219,7 @@ ffi::Error Send(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets
   message.layout.num_devices = static_cast<int32_t>(route.num_devices);
   message.layout.digest = static_cast<uint64_t>(route.digest);
   message.bytes = engine->BytesFor(static_cast<int>(route.peer), size);
-  TheRecorder().Note(Event::kSent, message.key, size);
+  const Key key = message.key;
   char* out = message.bytes.data();
   const SharedBlock* block = message.bytes.block();
   if (block) {
@@ -232,6 +232,7 @@ ffi::Error Send(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets
     for (const Box& part : PartsOf(row.box, kSharedStep)) {
       Pack(shards[row.tensor].data, part, out + offset);
       offset += part.size();
+      if (offset == size) TheRecorder().Note(Event::kSent, key, size);
       if (block) block->Write(offset);
     }
   }

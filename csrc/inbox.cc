@@ -103,7 +103,8 @@ void Inbox::ReceiveLocked(Request request, Tasks& tasks) {
 }
 
 void Inbox::Deliver(Message message) {
-  TheRecorder().Note(Event::kArrived, message.key);
+  // Others arrive when they are written.
+  if (!message.bytes.block()) TheRecorder().Note(Event::kArrived, message.key);
   Tasks tasks;
   {
     std::lock_guard lock(mutex_);
@@ -113,6 +114,7 @@ void Inbox::Deliver(Message message) {
     auto part = std::make_shared<Part>();
     part->layout = std::move(message.layout);
     part->bytes = std::move(message.bytes);
+    part->delivered_ns = NowNs();
     found->second.parts.emplace(message.device, std::move(part));
     if (found->second.num_received) UpdateLocked(found, tasks);
   }
@@ -215,10 +217,15 @@ bool Inbox::Copy(const Request& request, const Parts& parts,
     }
   }
   // No device goes on before the others can.
-  return std::all_of(parts.begin(), parts.end(), [&](const auto& it) {
-    const Bytes& bytes = it.second->bytes;
-    return !bytes.block() || bytes.block()->Await(bytes.size(), is_over);
-  });
+  for (const auto& [device, part] : parts) {
+    const SharedBlock* block = part->bytes.block();
+    if (!block) continue;
+    if (!block->Await(part->bytes.size(), is_over)) return false;
+    const int64_t written_ns = block->head->written_ns;
+    TheRecorder().Note(Event::kArrived, request.key, 0,
+                       std::max(part->delivered_ns, written_ns));
+  }
+  return true;
 }
 
 bool Inbox::IsOver(const Key& key, Clock::time_point since) const {

@@ -124,6 +124,7 @@ class Inbox {
   struct Part {
     Layout layout;
     Bytes bytes;
+    int64_t delivered_ns = 0;
   };
   using Parts = std::map<int32_t, std::shared_ptr<const Part>>;
   struct Group {

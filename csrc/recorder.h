@@ -38,9 +38,11 @@ class Recorder {
     return count;
   }
 
-  void Note(Event event, const Key& key, size_t num_bytes = 0) {
+  // Of now, if no time is given.
+  void Note(Event event, const Key& key, size_t num_bytes = 0, int64_t time_ns = 0) {
     if (!is_on_) return;
     Record record;
+    record.time_ns = time_ns;
     record.num_bytes = static_cast<int64_t>(num_bytes);
     record.direction = key.edge.direction;
     record.stage = key.edge.stage;
@@ -51,9 +53,8 @@ class Recorder {
 
   void Note(Event event, Record record) {
     if (!is_on_) return;
-    const auto now = std::chrono::steady_clock::now().time_since_epoch();
     record.event = static_cast<int64_t>(event);
-    record.time_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+    if (!record.time_ns) record.time_ns = NowNs();
     const std::lock_guard<std::mutex> lock(mutex_);
     if (is_on_) records_.push_back(record);
   }

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -36,7 +37,14 @@ struct SharedHead {
   std::atomic<uint32_t> is_open{0};     // its reader has it in its memory
   std::atomic<uint32_t> is_dropped{0};  // its owner has not
   std::atomic<uint64_t> written{0};     // bytes of the message that are there
+  std::atomic<int64_t> written_ns{0};   // when the last of them were
 };
+
+// Returns the time of the monotonic clock, which all processes of a host share.
+inline int64_t NowNs() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
 
 struct SharedBlock {
   SharedPlace place;
@@ -49,6 +57,7 @@ struct SharedBlock {
   void Free() const { head->is_taken.store(0, std::memory_order_release); }
   // Notes that the first `size` bytes of the message are there.
   void Write(size_t size) const {
+    head->written_ns.store(NowNs(), std::memory_order_relaxed);
     head->written.store(size, std::memory_order_release);
   }
   // Waits, as the reader, until they are; returns false if `is_over` says so before.

@@ -22,6 +22,7 @@
 #include <thread>
 #include <vector>
 
+#include "../recorder.h"
 #include "expect.h"
 
 namespace xla_pp {
@@ -324,6 +325,7 @@ void LargeMessagesInSharedMemory() {
 void AReceiveFollowsTheWriting() {
   const size_t size = 3 * kSharedStep + 1000;
   Pair pair(1, seconds(60), getpid());
+  TheRecorder().Start();
   Receiver receiver(pair.one, KeyOf(0, 0, 0), 0, 1, size);  // else it waits here
   const SharedBlock* block = SendAhead(pair.zero, KeyOf(0, 0, 0), size);
   EXPECT(!receiver.IsDone(milliseconds(100)));
@@ -331,8 +333,14 @@ void AReceiveFollowsTheWriting() {
   block->Write(2 * kSharedStep);
   EXPECT(!receiver.IsDone(milliseconds(100)));
   EXPECT(!pair.one.engine->inbox().Settle(0, 1, milliseconds(10)));
+  const int64_t before_ns = NowNs();
   block->Write(size);
+  const int64_t after_ns = NowNs();
   EXPECT(receiver.IsDone(milliseconds(30000)) && receiver.content() == 6);
+  Record record;
+  EXPECT(TheRecorder().Stop(&record, 1) == 1);
+  EXPECT(record.event == static_cast<int64_t>(Event::kArrived));
+  EXPECT(record.time_ns >= before_ns && record.time_ns <= after_ns);
   EXPECT(pair.one.engine->inbox().Settle(0, 1, seconds(30)));
   block = SendAhead(pair.zero, KeyOf(0, 0, 1), size);
   while (pair.one.engine->inbox().stats().num_messages == 0) std::this_thread::yield();
