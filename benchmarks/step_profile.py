@@ -2,6 +2,7 @@
 
     python benchmarks/step_profile.py
     python benchmarks/step_profile.py --schedules 1F1B ZBVZeroBubble --size large --json
+    python benchmarks/step_profile.py --functions 20       the longest beside products
 
 Needs `perf` and the right to sample own processes. The steps are those of
 `step_time.py`: two ranks of one device, each on one core. Each side does some steps
@@ -17,6 +18,7 @@ bound (of ours): The ratio of ours to the peer's, if ours took no time but that 
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -27,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import gpt
 import sides
@@ -41,6 +43,10 @@ PARTS = ("products", "loops", "runtime", "python", "kernel", "other")
 SAMPLE = re.compile(
     r"\s*(?P<pid>\d+)\s+(?P<time>[\d.]+):\s+(?P<symbol>.*)\((?P<file>[^()]*)\)\s*$"
 )
+
+
+# Samples by part of the step and by function.
+Counts: TypeAlias = Counter[tuple[str, str]]
 
 
 class Window(NamedTuple):
@@ -93,7 +99,7 @@ def part_of(symbol: str, file: str) -> str:
     if name.startswith(("python", "libpython")):
         return "python"
     # Programs that XLA has compiled are in memory without a file.
-    if name.startswith(("_native", "[unknown]", "//anon", "[JIT]", "anon")):
+    if name.startswith(("_native", "[unknown]", "//anon", "[JIT]", "anon", "perf-")):
         return "loops"
     if re.search("vectorized|parallel|loop|kernel|sleef", symbol, re.IGNORECASE):
         return "loops"
@@ -102,8 +108,14 @@ def part_of(symbol: str, file: str) -> str:
     return "other"
 
 
-def samples(data: str) -> Iterator[tuple[int, float, str]]:
-    """Yield process, time and part of each sample."""
+def name_of(symbol: str) -> str:
+    """Return a function's name without its address and its arguments."""
+    name = symbol.split(maxsplit=1)[-1].replace("(anonymous namespace)::", "")
+    return re.split("[<(]", name)[0].strip()
+
+
+def samples(data: str) -> Iterator[tuple[int, float, str, str]]:
+    """Yield process, time, part and function of each sample."""
     fields = ["-F", "pid,time,ip,sym,dso", "--ns"]
     text = subprocess.run(
         ["perf", "script", "-i", data, *fields],
@@ -115,23 +127,36 @@ def samples(data: str) -> Iterator[tuple[int, float, str]]:
     for found in map(SAMPLE.match, text.splitlines()):
         if found:
             part = part_of(found["symbol"], found["file"])
-            yield int(found["pid"]), float(found["time"]), part
+            name = name_of(found["symbol"])
+            yield int(found["pid"]), float(found["time"]), part, name
 
 
-def rows_of(data: str, windows: Sequence[Window]) -> dict[str, dict[str, float]]:
-    """Return for each side the seconds of a step and of its parts."""
-    counts = {window.side: Counter[str]() for window in windows}
-    for pid, time_s, part in samples(data):
+def counts_of(data: str, windows: Sequence[Window]) -> dict[str, Counts]:
+    """Return for each side how many samples each part and function of a step has."""
+    counts: dict[str, Counts] = {window.side: Counter() for window in windows}
+    for pid, time_s, part, name in samples(data):
         for window in windows:
             if window.pid == pid and window.begin_s <= time_s <= window.end_s:
-                counts[window.side][part] += 1
+                counts[window.side][part, name] += 1
+    return counts
+
+
+def row_of(counts: Counts) -> dict[str, float]:
+    """Return the seconds of a step and of its parts."""
+    parts = Counter[str]()
+    for (part, _), count in counts.items():
+        parts[part] += count
     return {
-        side: {
-            "step_s": found.total() / HERTZ / STEPS,
-            **{f"{part}_s": found[part] / HERTZ / STEPS for part in PARTS},
-        }
-        for side, found in counts.items()
+        "step_s": parts.total() / HERTZ / STEPS,
+        **{f"{part}_s": parts[part] / HERTZ / STEPS for part in PARTS},
     }
+
+
+def lines_of(counts: Counts, most: int) -> Iterator[str]:
+    """Yield the functions that take longest beside products, by part of the step."""
+    others = ((key, n) for key, n in counts.most_common() if key[0] != "products")
+    for (part, name), count in itertools.islice(others, most):
+        yield f"  {count / counts.total():6.2%} {part:8} {name}"
 
 
 def main() -> None:
@@ -140,6 +165,9 @@ def main() -> None:
     parser.add_argument("--size", choices=gpt.SIZES, default="small")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=["1F1B"])
     parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument(
+        "--functions", type=int, default=0, help="to print of each side"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     # The workers import this file, so its functions must not be those of `__main__`.
@@ -164,7 +192,8 @@ def main() -> None:
             finally:
                 recording.send_signal(signal.SIGINT)
                 recording.wait()
-            found = rows_of(data, windows)
+            counts = counts_of(data, windows)
+        found = {side: row_of(own) for side, own in counts.items()}
         found["ours"]["bound"] = found["ours"]["products_s"] / found["peer"]["step_s"]
         for side, row in found.items():
             if options.json:
@@ -172,6 +201,8 @@ def main() -> None:
                 continue
             texts = [f"{name} {value:.3f}" for name, value in row.items()]
             print(f"{schedule:21} {side:5} {'  '.join(texts)}", flush=True)
+            for line in lines_of(counts[side], options.functions):
+                print(line)
 
 
 if __name__ == "__main__":
