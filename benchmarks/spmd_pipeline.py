@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 NUM_DEVICES = 2
-TURNS = 3
+TURNS = 5
 STEPS = 5
 WARM_UP = 3
 REPEATS = {"spmd GPipe": 1, "spmd circular": 2}
