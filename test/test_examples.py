@@ -58,6 +58,13 @@ def test_train_gpt_goes_on_from_its_checkpoint(printed: str, tmp_path: Path) -> 
     assert float(found) == pytest.approx(float(expected), abs=2e-3)
 
 
+@pytest.mark.parametrize("count", ["6", "0"])
+def test_train_gpt_refuses_microbatches_that_do_not_fit(count: str) -> None:
+    expected = f"--microbatches {count}: expected a divisor of 64, the rows of --batch"
+    with pytest.raises(AssertionError, match=expected):
+        torchrun(TRAIN_GPT, "--microbatches", count, ranks=1, devices=2)
+
+
 def test_the_proposals_example_trains_as_one_process_in_eager() -> None:
     script = ROOT / "examples" / "rfc_simple_linear.py"
     printed = torchrun(script, ranks=2, devices=2)
