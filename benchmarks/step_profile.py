@@ -15,6 +15,8 @@ products_s, loops_s, runtime_s, python_s, kernel_s, other_s: Its parts: what mul
     copies and malloc.
 bound (of ours): The ratio of ours to the peer's, if ours took no time but that of its
     products.
+functions (with `--functions`): Those that take longest beside products, each with its
+    part and its share of the step.
 """
 
 import argparse
@@ -152,11 +154,11 @@ def row_of(counts: Counts) -> dict[str, float]:
     }
 
 
-def lines_of(counts: Counts, most: int) -> Iterator[str]:
-    """Yield the functions that take longest beside products, by part of the step."""
+def longest(counts: Counts, most: int) -> list[tuple[str, str, float]]:
+    """Return part, name and share of the functions that take longest but products."""
     others = ((key, n) for key, n in counts.most_common() if key[0] != "products")
-    for (part, name), count in itertools.islice(others, most):
-        yield f"  {count / counts.total():6.2%} {part:8} {name}"
+    total = counts.total()
+    return [(*key, count / total) for key, count in itertools.islice(others, most)]
 
 
 def main() -> None:
@@ -166,7 +168,7 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=["1F1B"])
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument(
-        "--functions", type=int, default=0, help="to print of each side"
+        "--functions", type=int, default=0, help="how many to name for each side"
     )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -196,13 +198,15 @@ def main() -> None:
         found = {side: row_of(own) for side, own in counts.items()}
         found["ours"]["bound"] = found["ours"]["products_s"] / found["peer"]["step_s"]
         for side, row in found.items():
+            functions = longest(counts[side], options.functions)
             if options.json:
-                print(json.dumps({"schedule": schedule, "side": side, **row}))
+                named = {"functions": functions} if functions else {}
+                print(json.dumps({"schedule": schedule, "side": side, **row, **named}))
                 continue
             texts = [f"{name} {value:.3f}" for name, value in row.items()]
             print(f"{schedule:21} {side:5} {'  '.join(texts)}", flush=True)
-            for line in lines_of(counts[side], options.functions):
-                print(line)
+            for part, name, share in functions:
+                print(f"  {share:6.2%} {part:8} {name}", flush=True)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def main() -> None:
         parser.add_argument(f"--{option}", type=int, default=default)
     parser.add_argument("--checkpoint", help="a folder to save into and go on from")
     args = parser.parse_args()
-    if args.microbatches < 1 or args.batch % args.microbatches:
+    if min(args.batch, args.microbatches) < 1 or args.batch % args.microbatches:
         parser.error(
             f"--microbatches {args.microbatches}: expected a divisor of {args.batch}, "
             "the rows of --batch"

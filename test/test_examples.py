@@ -58,11 +58,14 @@ def test_train_gpt_goes_on_from_its_checkpoint(printed: str, tmp_path: Path) -> 
     assert float(found) == pytest.approx(float(expected), abs=2e-3)
 
 
-@pytest.mark.parametrize("count", ["6", "0"])
-def test_train_gpt_refuses_microbatches_that_do_not_fit(count: str) -> None:
-    expected = f"--microbatches {count}: expected a divisor of 64, the rows of --batch"
+@pytest.mark.parametrize(("rows", "count"), [("64", "6"), ("64", "0"), ("0", "8")])
+def test_train_gpt_refuses_microbatches_that_do_not_fit(rows: str, count: str) -> None:
+    given = ("--batch", rows, "--microbatches", count)
+    expected = (
+        f"--microbatches {count}: expected a divisor of {rows}, the rows of --batch"
+    )
     with pytest.raises(AssertionError, match=expected):
-        torchrun(TRAIN_GPT, "--microbatches", count, ranks=1, devices=2)
+        torchrun(TRAIN_GPT, *given, ranks=1, devices=2)
 
 
 def test_the_proposals_example_trains_as_one_process_in_eager() -> None:
