@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
+#include <condition_variable>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -23,6 +25,10 @@ constexpr size_t kMostSpare = 4;
 // differ, so that one cannot always take the place of another. Of large ones there are
 // few, and one more of them would be much.
 constexpr size_t kMostSpareOfAll = 8, kMostSpareOfLarge = 64;
+// XLA begins a program a moment before it frees what the last one had. So if there is
+// no room for one more block, one may be free at once; but sizes can also have changed.
+constexpr auto kLongestWait = std::chrono::microseconds(500);
+constexpr int kMostFutileWaits = 4;  // of a step
 
 std::atomic<size_t> the_least{SIZE_MAX}, the_least_large{SIZE_MAX};
 
@@ -48,9 +54,9 @@ class Blocks {
   int Take(void** out, size_t alignment, size_t size) {
     {
       Dropped dropped;
-      std::lock_guard lock(mutex_);
-      *out = Reuse(alignment, size);
-      if (*out) return 0;
+      std::unique_lock lock(mutex_);
+      const auto find = [&] { return *out = Reuse(alignment, size); };
+      if (find() || (!Fits(size) && MayWait() && WaitUntil(lock, find))) return 0;
       MakeRoom(size, dropped);
     }
     if (const int error = posix_memalign(out, alignment, size)) return error;
@@ -68,6 +74,7 @@ class Blocks {
     const size_t size = malloc_usable_size(block);
     waiting_.emplace(size, Waiting{block, step_});
     waiting_bytes_ += size;
+    given_.notify_all();
     MakeRoom(0, dropped);
     return true;
   }
@@ -79,6 +86,7 @@ class Blocks {
     most_ = asked_;
     DropIf([&](const Waiting& each) { return each.step != step_; }, dropped);
     ++step_;
+    futile_waits_ = 0;
     MakeRoom(0, dropped);
   }
 
@@ -135,11 +143,24 @@ class Blocks {
     return true;
   }
 
+  // Returns whether a new block of `more` bytes fits in beside those that wait.
+  bool Fits(size_t more) const {
+    const size_t most = std::max({most_, most_before_, asked_ + more});
+    return used_bytes_ + waiting_bytes_ + more <= most + most / spare_;
+  }
+
+  bool MayWait() const { return !waiting_.empty() && futile_waits_ < kMostFutileWaits; }
+
+  template <typename Condition>
+  bool WaitUntil(std::unique_lock<std::mutex>& lock, Condition condition) {
+    const bool is_found = given_.wait_for(lock, kLongestWait, condition);
+    futile_waits_ += !is_found;
+    return is_found;
+  }
+
   // Drops what has waited longest until a block of `more` bytes fits in.
   void MakeRoom(size_t more, Dropped& dropped) {
-    const size_t most = std::max({most_, most_before_, asked_ + more});
-    const size_t limit = most + most / spare_;
-    while (!waiting_.empty() && used_bytes_ + waiting_bytes_ + more > limit) {
+    while (!waiting_.empty() && !Fits(more)) {
       const auto oldest = std::min_element(waiting_.begin(), waiting_.end(),
                                            [](const auto& one, const auto& other) {
                                              return one.second.step < other.second.step;
@@ -168,9 +189,11 @@ class Blocks {
 
   const size_t spare_;
   std::mutex mutex_;
+  std::condition_variable given_;
   std::unordered_map<void*, Used> used_;
   WaitingBySize waiting_;
   int64_t step_ = 0;
+  int futile_waits_ = 0;  // in this step
   // Bytes in use, as they were asked for and as blocks have them; of those that wait.
   size_t asked_ = 0, used_bytes_ = 0, waiting_bytes_ = 0;
   // The most that was asked for at once, in this step and in the one before.

@@ -2,6 +2,8 @@
 
 #include "../blocks.h"
 
+#include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -76,6 +78,33 @@ void OfLargeBlocksNoneIsToSpare() {
   EXPECT(WaitingBytes() < both + static_cast<int64_t>(3 * kLarge + kLarge / 2));
 }
 
+// Returns whether a value without room gets the block that is freed a moment later.
+bool GetsWhatIsFreedNext() {
+  for (int step = 0; step < 3; ++step) BeginStepOfBlocks();
+  DropBlocks();
+  char* used = Taken(20000);
+  char* freed = Taken(30000);
+  Free(Taken(20000));  // there is no room for another block while this one waits
+  std::atomic<bool> is_asked{false};
+  std::thread other([&] {
+    while (!is_asked) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+    Free(freed);
+  });
+  is_asked = true;
+  char* found = Taken(30000);
+  other.join();
+  Free(found);
+  Free(used);
+  return found == freed;
+}
+
+void ABlockIsAwaitedForAMoment() {
+  bool is_found = false;
+  for (int i = 0; i < 100 && !is_found; ++i) is_found = GetsWhatIsFreedNext();
+  EXPECT(is_found);
+}
+
 void BlocksOfAnotherStepGoBack() {
   DropBlocks();
   char* block = Taken(8000);
@@ -124,6 +153,7 @@ int main() {
   xla_pp::OthersAreTheSystems();
   xla_pp::NoMoreWaitThanWereInUse();
   xla_pp::OfLargeBlocksNoneIsToSpare();
+  xla_pp::ABlockIsAwaitedForAMoment();
   xla_pp::BlocksOfAnotherStepGoBack();
   xla_pp::ManyThreads();
   xla_pp::DropBlocks();
