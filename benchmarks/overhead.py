@@ -3,14 +3,17 @@
     python benchmarks/overhead.py
     python benchmarks/overhead.py --ranks 2 4 --json
     python benchmarks/overhead.py --ranks 2 4 --blocks 4 --microbatches 16 64
+    python benchmarks/overhead.py --ranks 2 --blocks 4 --width 144 --length 32
     python benchmarks/overhead.py --action-us 618      simulates, and measures nothing
 
 One layer of width 32 a rank, so that there is next to no work; 1F1B with 16
 microbatches. With --blocks, as many transformer blocks of that width a rank, of 12
-parameters each: 4 have as many parameters, values to save and dispatches as a rank of
-the small model in `step_time.py`. All ranks share this machine's cores, so processor
-time is measured, not time: of the main thread (which dispatches) and of the whole
-process, per action. It should not grow with the number of ranks or of microbatches.
+parameters each: 4 have as many parameters and dispatches as a rank of the small model
+in `step_time.py`. All their values are small, so those that a stage saves pass as one;
+with --width 144 --length 32 most are larger than 64 KiB and pass one by one, as in that
+model. All ranks share this machine's cores, so processor time is measured, not time: of
+the main thread (which dispatches) and of the whole process, per action. It should not
+grow with the number of ranks or of microbatches.
 
 Then the simulator lets stages of `--work-ms` for a forward and twice that for a
 backward run on up to 1,024 ranks under 1F1B with a microbatch for each rank, 128 at
@@ -35,7 +38,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import gpt
@@ -46,7 +49,7 @@ from torch.nn import functional as F
 from torch_xla_pp.schedule import Schedule, interleaved_1f1b, one_f_one_b
 from torch_xla_pp.simulate import Costs, Link, Network, ring_all_reduce_s, simulate
 
-WIDTH, HEADS, LENGTH, ROWS, STEPS, WARM_UP = 32, 4, 8, 4, 10, 3
+HEADS, ROWS, STEPS, WARM_UP = 4, 4, 10, 3
 MANY = (2, 8, 64, 256, 1024)
 MOST_MICROBATCHES = 128
 ACTIVATION_BYTES = 16 * 2**20
@@ -121,18 +124,39 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target.to(output.device))
 
 
-def make_stage(blocks: int) -> nn.Module:
-    """Return a linear layer, or so many transformer blocks."""
-    if not blocks:
-        return nn.Linear(WIDTH, WIDTH)
-    return nn.Sequential(*[gpt.Block(WIDTH, HEADS) for _ in range(blocks)])
-
-
-def cpu_times(blocks: int, microbatches: int) -> tuple[float, float]:
-    """Return the CPU seconds per action of this rank: main thread, whole process.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What each rank computes.
 
     Args:
         blocks: Transformer blocks of a rank, none for a linear layer.
+        width: Of their layers.
+        length: Of the sequences that blocks get.
+    """
+
+    blocks: int
+    width: int
+    length: int
+
+    def stage(self) -> nn.Module:
+        """Return the module of a rank."""
+        if not self.blocks:
+            return nn.Linear(self.width, self.width)
+        return nn.Sequential(
+            *(gpt.Block(self.width, HEADS) for _ in range(self.blocks))
+        )
+
+    def inputs(self, microbatches: int) -> Tensor:
+        """Return a batch."""
+        lengths = [self.length] if self.blocks else []
+        return torch.randn(microbatches * ROWS, *lengths, self.width)
+
+
+def cpu_times(work: Work, microbatches: int) -> tuple[float, float]:
+    """Return the CPU seconds per action of this rank: main thread, whole process.
+
+    Args:
+        work: What each rank computes.
         microbatches: Microbatches of a step.
     """
     import torch.distributed as dist
@@ -144,9 +168,9 @@ def cpu_times(blocks: int, microbatches: int) -> tuple[float, float]:
     device = xpp.device()
     dist.init_process_group("xla_pp")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    stage = xpp.PipelineStage(make_stage(blocks), rank, ranks, device)
+    stage = xpp.PipelineStage(work.stage(), rank, ranks, device)
     schedule = Schedule1F1B(stage, microbatches, loss_fn=loss_fn)
-    x = torch.randn(microbatches * ROWS, *([LENGTH] if blocks else []), WIDTH)
+    x = work.inputs(microbatches)
     args = (x,) if stage.is_first else ()
     target = x if stage.is_last else None
     found = []
@@ -214,7 +238,7 @@ def replica_rows(action_s: float) -> Iterator[dict[str, Any]]:
 
 
 def measured_rows(
-    ranks: list[int], blocks: int, microbatches: list[int]
+    ranks: list[int], work: Work, microbatches: list[int]
 ) -> Iterator[dict[str, Any]]:
     """Measure what an action costs, for some numbers of ranks and microbatches."""
     # The workers import this file, so its functions must not be those of `__main__`.
@@ -225,12 +249,12 @@ def measured_rows(
     for count, number in itertools.product(ranks, microbatches):
         with Worlds() as worlds:
             found = worlds.run(
-                overhead.cpu_times, ranks=count, args=(blocks, number), timeout_s=900
+                overhead.cpu_times, ranks=count, args=(work, number), timeout_s=900
             )
         main_s, whole_s = (
             statistics.median(column) for column in zip(*found, strict=True)
         )
-        row = {"what": "action", "ranks": count, "blocks": blocks}
+        row = {"what": "action", "ranks": count, **asdict(work)}
         times = {"main_s": main_s, "process_s": whole_s}
         yield row | {"microbatches": number} | times
 
@@ -263,6 +287,8 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--microbatches", nargs="+", type=int, default=[16])
     parser.add_argument("--blocks", type=int, default=0, help="of a rank")
+    parser.add_argument("--width", type=int, default=32, help="of layers")
+    parser.add_argument("--length", type=int, default=8, help="of sequences")
     parser.add_argument("--action-us", type=float, help="cost of an action, if known")
     parser.add_argument("--work-ms", type=float, default=20.0)
     parser.add_argument("--json", action="store_true")
@@ -273,7 +299,8 @@ def main() -> None:
 
     action_s = (options.action_us or 0.0) / 1e6
     if options.action_us is None:
-        for row in measured_rows(options.ranks, options.blocks, options.microbatches):
+        work = Work(blocks=options.blocks, width=options.width, length=options.length)
+        for row in measured_rows(options.ranks, work, options.microbatches):
             action_s = max(action_s, row["main_s"])
             show(row)
     for row in pipeline_rows(action_s, options.work_ms / 1e3):
