@@ -55,6 +55,13 @@ def test_stages_whose_backwards_follow_at_once() -> None:
     assert schedule.followed_stages(0) == frozenset()
 
 
+def test_whole_backwards_are_those_that_weights_come_right_after() -> None:
+    rows = ["0F0 0F1 0I0 0W0 0I1 1F0 0W1 1I0 1W0".split(), "2F0 2B0 3I0 3W1".split()]
+    schedule = Schedule.from_cells(rows)
+    assert {str(x) for x in schedule.whole_backwards(0)} == {"0I0", "1I0"}
+    assert schedule.whole_backwards(1) == frozenset()
+
+
 def test_a_table_without_actions_has_no_stages() -> None:
     schedule = Schedule(actions=((), ()))
     assert (schedule.num_stages, schedule.num_microbatches) == (0, 0)

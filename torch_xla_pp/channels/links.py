@@ -55,6 +55,7 @@ class Links:
     Attributes:
         borders: What the stage's programs exchange themselves.
         unused: Outputs that need a gradient, but that no stage uses.
+        has_far_producers: Whether another rank waits for gradients of inputs.
     """
 
     def __init__(
@@ -85,6 +86,8 @@ class Links:
         self._of_backward = (*self._output_grads, *self._input_grads)
         self.borders = self._borders(len(outputs))
         drained = returned_for(self._input_grads)
+        far = (channel.edge.rank != rank_here for channel in self._input_grads)
+        self.has_far_producers = any(far)
         names = {index: input_grad(index) for index in self._input_of.values()}
         self._drained_grads = {i: name for i, name in names.items() if name in drained}
         self.unused = [

@@ -161,6 +161,8 @@ class RankPipeline:
         self._num_compiled = 0
         # Stages whose backwards all come right after their forwards.
         self._followed: frozenset[int] = frozenset()
+        # Backwards of inputs that those of weights come right after.
+        self._whole: frozenset[Action] = frozenset()
         # The last action of a step, if there is one.
         self._last: Action | None = None
 
@@ -278,6 +280,7 @@ class RankPipeline:
             if order is not None:
                 own = self._process_group.rank()
                 self._followed = order.followed_stages(own)
+                self._whole = order.whole_backwards(own)
                 self._last = next(reversed(order.actions[own]), None)
 
     # Actions.
@@ -356,6 +359,18 @@ class RankPipeline:
             and run.programs.can_split
             and (last.microbatch, last.kind) == (microbatch, "B")
             and last.stage == stage.stage_index
+        )
+
+    def is_whole(self, stage: LocalStage, run: Run, microbatch: int) -> bool:
+        """Return whether a backward of inputs may be one program with that of weights.
+
+        It is where the one comes right after the other and no other rank waits for the
+        gradients of inputs. A step that is observed keeps them apart.
+        """
+        if self.observer is not None or run.links.has_far_producers:
+            return False
+        return Action(stage=stage.stage_index, kind="I", microbatch=microbatch) in (
+            self._whole
         )
 
     def action(

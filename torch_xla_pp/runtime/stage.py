@@ -177,6 +177,8 @@ class PipelineStage(SilentStage):
         # such programs have computed, by microbatch, until the action of the backward.
         self._deferred: _Forward | None = None
         self._grads: dict[int, dict[int, Tensor | None]] = {}
+        # Microbatches whose backward of inputs was one program with that of weights.
+        self._done: set[int] = set()
 
     # Called by a schedule.
 
@@ -242,7 +244,8 @@ class PipelineStage(SilentStage):
         """Receive gradients, enqueue the backward of one microbatch, and send.
 
         With `full_backward=False` only the gradients of inputs are computed;
-        `backward_weight_one_chunk` does the rest.
+        `backward_weight_one_chunk` does the rest, unless that comes next and no other
+        rank waits for these gradients: then all are computed in one program.
         """
         if not self.has_backward:
             return
@@ -256,11 +259,14 @@ class PipelineStage(SilentStage):
                     self._backward_weight(run, bwd_chunk_id)
                 return
             values |= self._tangents(run, bwd_chunk_id, loss)
+            is_whole = full_backward or self.rank.is_whole(self, run, bwd_chunk_id)
+            if is_whole and not full_backward:
+                self._done.add(bwd_chunk_id)
             fixed = self.model.state.values()
-            values |= self.model.sums.values(programs) if full_backward else {}
+            values |= self.model.sums.values(programs) if is_whole else {}
             values |= links.receive_grads(bwd_chunk_id)
             residual: dict[str, Tensor] = {}
-            if full_backward:
+            if is_whole:
                 grads, sums = programs.backward(fixed, values)
                 self.model.sums.advance(sums)
             else:
@@ -268,7 +274,7 @@ class PipelineStage(SilentStage):
                 storages = self.saved.storages(programs, names, sizes)
                 grads, residual = programs.backward_input(fixed, values | storages)
             self.saved.note_run(programs.extra)
-            if not full_backward:
+            if not is_whole:
                 self.saved.put("residual", bwd_chunk_id, residual, sizes)
             self.saved.free(programs.recycled_in(values, residual), sizes)
             links.send_grads(bwd_chunk_id, grads)
@@ -280,6 +286,9 @@ class PipelineStage(SilentStage):
         if not self.has_backward:
             return
         with self.rank.action(self, "W", bwd_chunk_id) as run:
+            if bwd_chunk_id in self._done:
+                self._done.remove(bwd_chunk_id)
+                return
             read = self._backward_weight(run, bwd_chunk_id)
             self.saved.free(run.programs.recycled_in(read), run.compiled.sizes)
 
@@ -350,6 +359,7 @@ class PipelineStage(SilentStage):
         self.outputs.clear()
         self._deferred = None
         self._grads.clear()
+        self._done.clear()
         self.output_chunks.clear()
         self.model.drop_leftovers()
 

@@ -104,6 +104,14 @@ class Schedule:
         others = {action.stage for action in forwards - followed}
         return frozenset({action.stage for action in followed} - others)
 
+    def whole_backwards(self, rank: int) -> frozenset[Action]:
+        """Return the backwards of inputs that those of weights come right after."""
+        return frozenset(
+            first
+            for first, then in itertools.pairwise(self.actions[rank])
+            if first.kind == "I" and then == replace(first, kind="W")
+        )
+
     def to_csv(self, path: str | Path | None = None) -> str:
         """Return one line a rank, in the format of upstream's compute-only files.
 
