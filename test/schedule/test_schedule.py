@@ -47,9 +47,11 @@ def test_the_properties_of_a_table() -> None:
 
 
 def test_stages_whose_backwards_follow_at_once() -> None:
-    schedule = rows("0F0 0B0 1F0 0F1 0B1 1B0 2F0 2B0 2F1 2F2 2B2 2B1", "3F0 3I0 3W0")
+    schedule = rows(
+        "0F0 0B0 1F0 0F1 0B1 1B0 2F0 2B0 2F1 2F2 2B2 2B1", "3F0 3I0 3W0 4F0 4W0"
+    )
     assert schedule.followed_stages(0) == {0}
-    assert schedule.followed_stages(1) == frozenset()
+    assert schedule.followed_stages(1) == {3}
     schedule = interleaved_1f1b(2, 4, 2)
     assert schedule.followed_stages(1) == {3}
     assert schedule.followed_stages(0) == frozenset()

@@ -13,6 +13,7 @@ microbatches before it enters the last stage's backward.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, final
@@ -159,9 +160,10 @@ class RankPipeline:
         self._expected: set[int] = set()
         self._num_done: dict[int, int] = {}
         self._num_compiled = 0
-        # Stages whose backwards all come right after their forwards.
+        # Stages whose backwards, full or of inputs, come right after their forwards.
         self._followed: frozenset[int] = frozenset()
-        # Backwards of inputs that those of weights come right after.
+        # Backwards of inputs, and those that backwards of weights come right after.
+        self._inputs: frozenset[Action] = frozenset()
         self._whole: frozenset[Action] = frozenset()
         # The last action of a step, if there is one.
         self._last: Action | None = None
@@ -281,7 +283,9 @@ class RankPipeline:
                 own = self._process_group.rank()
                 self._followed = order.followed_stages(own)
                 self._whole = order.whole_backwards(own)
-                self._last = next(reversed(order.actions[own]), None)
+                row = order.actions[own]
+                self._inputs = frozenset(action for action in row if action.kind == "I")
+                self._last = next(reversed(row), None)
 
     # Actions.
 
@@ -350,16 +354,16 @@ class RankPipeline:
     def splits(self, stage: LocalStage, run: Run, microbatch: int) -> bool:
         """Return whether that program leaves the gradients of weights to another one.
 
-        It does at the end of a step, where all other ranks wait for the gradients of
-        inputs: they leave before those of weights are computed.
+        It does where the schedule has them apart, and at the end of a step, where all
+        other ranks wait for the gradients of inputs: they leave before those of weights
+        are computed.
         """
-        last = self._last
-        return (
-            last is not None
-            and run.programs.can_split
-            and (last.microbatch, last.kind) == (microbatch, "B")
-            and last.stage == stage.stage_index
-        )
+        if not run.programs.can_split:
+            return False
+        action = Action(stage=stage.stage_index, kind="I", microbatch=microbatch)
+        if action in self._inputs:
+            return not self.is_whole(stage, run, microbatch)
+        return self._last == replace(action, kind="B")
 
     def is_whole(self, stage: LocalStage, run: Run, microbatch: int) -> bool:
         """Return whether a backward of inputs may be one program with that of weights.

@@ -177,8 +177,10 @@ class PipelineStage(SilentStage):
         # such programs have computed, by microbatch, until the action of the backward.
         self._deferred: _Forward | None = None
         self._grads: dict[int, dict[int, Tensor | None]] = {}
-        # Microbatches whose backward of inputs was one program with that of weights.
+        # Microbatches whose backward of inputs was one program with that of weights,
+        # and with their forward.
         self._done: set[int] = set()
+        self._joined: set[int] = set()
 
     # Called by a schedule.
 
@@ -255,8 +257,13 @@ class PipelineStage(SilentStage):
             values = {**self.saved.take("saved", bwd_chunk_id), **run.marks}
             if bwd_chunk_id in self._grads:
                 links.send_grads(bwd_chunk_id, self._grads.pop(bwd_chunk_id))
-                if self.saved.has("residual", bwd_chunk_id):
+                is_split = self.saved.has("residual", bwd_chunk_id)
+                if is_split and full_backward:
                     self._backward_weight(run, bwd_chunk_id)
+                elif is_split:
+                    self._joined.add(bwd_chunk_id)
+                elif not full_backward:
+                    self._done.add(bwd_chunk_id)
                 return
             values |= self._tangents(run, bwd_chunk_id, loss)
             is_whole = full_backward or self.rank.is_whole(self, run, bwd_chunk_id)
@@ -290,6 +297,10 @@ class PipelineStage(SilentStage):
                 self._done.remove(bwd_chunk_id)
                 return
             read = self._backward_weight(run, bwd_chunk_id)
+            if bwd_chunk_id in self._joined:
+                # No later program takes the memory of what such a one has kept.
+                self._joined.remove(bwd_chunk_id)
+                return
             self.saved.free(run.programs.recycled_in(read), run.compiled.sizes)
 
     # Called by the rank's pipeline.
@@ -360,6 +371,7 @@ class PipelineStage(SilentStage):
         self._deferred = None
         self._grads.clear()
         self._done.clear()
+        self._joined.clear()
         self.output_chunks.clear()
         self.model.drop_leftovers()
 

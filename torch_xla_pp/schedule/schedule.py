@@ -93,13 +93,17 @@ class Schedule:
         return tuple(sorted({action.stage for action in self.actions[rank]}))
 
     def followed_stages(self, rank: int) -> frozenset[int]:
-        """Return the stages whose backwards all come right after their forwards."""
+        """Return the stages whose backwards all come right after their forwards.
+
+        Backwards of inputs count as well as full ones.
+        """
         row = self.actions[rank]
         forwards = {action for action in row if action.kind == "F"}
         followed = {
             first
             for first, then in itertools.pairwise(row)
-            if first in forwards and then == replace(first, kind="B")
+            if first in forwards
+            and then in (replace(first, kind="B"), replace(first, kind="I"))
         }
         others = {action.stage for action in forwards - followed}
         return frozenset({action.stage for action in followed} - others)
