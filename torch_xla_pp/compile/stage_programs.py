@@ -148,12 +148,13 @@ class StagePrograms:
         used: Role → sharding of a value in use, if that differs from how it is kept.
         grouping: Which gradients are summed up per group of rows, None for none.
         is_recycling: Whether saved values take the memory of earlier ones, see
-            `recycled`, and small values pass as one.
+            `recycled`, and small values pass as one: on ranks of one CPU device.
         most_joined: The most bytes that a forward saves where it may be one program
             with the loss and the backward.
 
     Attributes:
         summed: The gradients that backwards sum up.
+        can_be_whole: Whether the backwards of inputs and of weights may be one program.
         can_join: Whether forward and full backward may be one program with a loss.
         can_split: Whether the rest of the backward may be a program of its own then.
         reduced_per_microbatch: Role of a parameter → why its gradient is reduced in
@@ -217,6 +218,7 @@ class StagePrograms:
         self._recyclable = frozenset(n for own in self._recycled.values() for n in own)
         # Names of the gradients of inputs that are returned.
         self._input_grads = [n for n in specs.input_grads.values() if n is not None]
+        self.can_be_whole = is_recycling and "backward" in specs.programs
         # What is to be computed again would be kept.
         may_join = most_joined > 0 and remat == "none" and not joint.regions
         self.can_join = (

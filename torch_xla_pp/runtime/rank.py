@@ -371,7 +371,8 @@ class RankPipeline:
         It is where the one comes right after the other and no other rank waits for the
         gradients of inputs. A step that is observed keeps them apart.
         """
-        if self.observer is not None or run.links.has_far_producers:
+        is_awaited = run.links.has_far_producers
+        if self.observer is not None or is_awaited or not run.programs.can_be_whole:
             return False
         return Action(stage=stage.stage_index, kind="I", microbatch=microbatch) in (
             self._whole
