@@ -14,8 +14,8 @@ held_bytes: The most of both at once.
 bound: Microbatches of the whole rank that the schedule's paper promises at most: M for
     GPipe, min(M, P - rank) for 1F1B (Narayanan et al. 2019, PipeDream-2BW), P for ZBV,
     whose two chunks of a rank count half each (Qi et al. 2024).
-bound_bytes: The same times what one microbatch saves, as measured with M = P; for 1F1B
-    under GPipe, as its last stage has forward and backward as one program.
+bound_bytes: The same times what one microbatch saves, as measured with M = P in steps
+    that are recorded, which have forward and backward as programs of their own.
 saved_ratio: saved_bytes / bound_bytes; should be at most 1.
 peak_bytes: What `rank_memory()` says that the rank's stages held at most, together.
 process_bytes: By how much the largest size of the process, from the fourth step on,
@@ -30,6 +30,7 @@ import ctypes
 import gc
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +46,20 @@ STEPS = 8
 WARM_UP = 3
 
 
-def measure(schedule: str, microbatches: int, size: dict[str, int]) -> dict[str, Any]:
+def measure(
+    schedule: str, microbatches: int, size: dict[str, int], is_recorded: bool
+) -> dict[str, Any]:
     """Return what this rank held in the last of some steps, and its process's size."""
     sides.join(sorted(os.sched_getaffinity(0)))
+    import torch_xla_pp as xpp
     from torch_xla_pp import xla_compat
 
     side = sides.our_side(schedule, microbatches, size, torch.optim.AdamW)
     for step in range(STEPS):
         if step == WARM_UP:
             Path("/proc/self/clear_refs").write_text("5")  # forget the largest size
-        side.step()
+        with xpp.profile_step(side.runner) if is_recorded else nullcontext():
+            side.step()
         xla_compat.wait_device()
     found = _held(side) | {"largest": status_bytes("VmHWM")}
     del side
@@ -93,14 +98,16 @@ def status_bytes(name: str) -> int:
     raise LookupError(name)
 
 
-def run(schedule: str, microbatches: int, size_name: str) -> list[dict[str, Any]]:
+def run(
+    schedule: str, microbatches: int, size_name: str, *, is_recorded: bool = False
+) -> list[dict[str, Any]]:
     """Return what each rank of new processes measures."""
     # The workers import this file, so its functions must not be those of `__main__`.
     import memory
 
     from torch_xla_pp.testing import Worlds
 
-    args = (schedule, microbatches, gpt.SIZES[size_name])
+    args = (schedule, microbatches, gpt.SIZES[size_name], is_recorded)
     with Worlds() as worlds:
         found: list[dict[str, Any]] = worlds.run(
             memory.measure, ranks=NUM_RANKS, args=args, timeout_s=1200
@@ -110,7 +117,7 @@ def run(schedule: str, microbatches: int, size_name: str) -> list[dict[str, Any]
 
 def rows_of(schedule: str, counts: list[int], size_name: str) -> list[dict[str, Any]]:
     """Return a row for each number of microbatches and rank."""
-    few = run("GPipe" if schedule == "1F1B" else schedule, NUM_RANKS, size_name)
+    few = run(schedule, NUM_RANKS, size_name, is_recorded=True)
     return [
         {"size": size_name, "schedule": schedule, "microbatches": count, "rank": rank}
         | _row(_bound(schedule, count, rank), *found)
