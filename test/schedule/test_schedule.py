@@ -58,8 +58,7 @@ def test_stages_whose_backwards_follow_at_once() -> None:
 
 
 def test_whole_backwards_are_those_that_weights_come_right_after() -> None:
-    rows = ["0F0 0F1 0I0 0W0 0I1 1F0 0W1 1I0 1W0".split(), "2F0 2B0 3I0 3W1".split()]
-    schedule = Schedule.from_cells(rows)
+    schedule = rows("0F0 0F1 0I0 0W0 0I1 1F0 0W1 1I0 1W0", "2F0 2B0 3I0 3W1")
     assert {str(x) for x in schedule.whole_backwards(0)} == {"0I0", "1I0"}
     assert schedule.whole_backwards(1) == frozenset()
 

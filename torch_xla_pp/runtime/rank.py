@@ -281,9 +281,9 @@ class RankPipeline:
             )
             if order is not None:
                 own = self._process_group.rank()
+                row = order.actions[own]
                 self._followed = order.followed_stages(own)
                 self._whole = order.whole_backwards(own)
-                row = order.actions[own]
                 self._inputs = frozenset(action for action in row if action.kind == "I")
                 self._last = next(reversed(row), None)
 
@@ -371,12 +371,11 @@ class RankPipeline:
         It is where the one comes right after the other and no other rank waits for the
         gradients of inputs. A step that is observed keeps them apart.
         """
+        action = Action(stage=stage.stage_index, kind="I", microbatch=microbatch)
         is_awaited = run.links.has_far_producers
-        if self.observer is not None or is_awaited or not run.programs.can_be_whole:
-            return False
-        return Action(stage=stage.stage_index, kind="I", microbatch=microbatch) in (
-            self._whole
-        )
+        is_seen = self.observer is not None
+        may = run.programs.can_be_whole and not is_awaited and not is_seen
+        return may and action in self._whole
 
     def action(
         self,

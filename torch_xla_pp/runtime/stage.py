@@ -177,8 +177,8 @@ class PipelineStage(SilentStage):
         # such programs have computed, by microbatch, until the action of the backward.
         self._deferred: _Forward | None = None
         self._grads: dict[int, dict[int, Tensor | None]] = {}
-        # Microbatches whose backward of inputs was one program with that of weights,
-        # and with their forward.
+        # Microbatches whose gradients of weights are summed before the action for them,
+        # and those whose backward of inputs was one program with their forward.
         self._done: set[int] = set()
         self._joined: set[int] = set()
 
