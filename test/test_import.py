@@ -99,14 +99,15 @@ def test_torch_xla_finds_what_cpu_devices_need_and_no_others(kind: str) -> None:
         PJRT_DEVICE=kind,
         CPU_NUM_DEVICES="64",
     )
-    assert ("--xla_cpu_use_xnnpack=false" in printed.split()) is (kind == "CPU")
+    flags = {"--xla_cpu_use_xnnpack=false", "--xla_cpu_use_fusion_emitters=false"}
+    assert flags & set(printed.split()) == (flags if kind == "CPU" else set())
     assert printed.split()[-1] == ("129" if kind == "CPU" else "None")
 
 
 @pytest.mark.pure
 def test_what_the_user_has_set_stays() -> None:
     mine = dict.fromkeys(listed_as_set(), "1000")
-    mine["XLA_FLAGS"] = "--xla_cpu_use_xnnpack=true"
+    mine["XLA_FLAGS"] = "--xla_cpu_use_xnnpack=true --xla_cpu_use_fusion_emitters=true"
     changed = changed_by("import torch_xla_pp", CPU_NUM_DEVICES="64", **mine)
     assert changed.keys() == {"finders"}
 

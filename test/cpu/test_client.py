@@ -48,21 +48,26 @@ def added_by_an_import(**variables: str) -> dict[str, str]:
 def test_nothing_is_set_for_devices_of_another_kind() -> None:
     added = added_by_an_import(PJRT_DEVICE="TPU", CPU_NUM_DEVICES="64")
     assert "PJRT_NPROC" not in added
-    assert not [name for name, text in added.items() if "xnnpack" in text]
+    assert not [name for name, text in added.items() if "xla_cpu" in text]
 
 
-def test_cpu_devices_get_threads_and_products_without_xnnpack() -> None:
+def test_cpu_devices_get_threads_and_programs_without_xnnpack_and_mlir() -> None:
     added = added_by_an_import(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="64")
-    assert "--xla_cpu_use_xnnpack=false" in added["XLA_FLAGS"].split()
+    flags = added["XLA_FLAGS"].split()
+    assert {
+        "--xla_cpu_use_xnnpack=false",
+        "--xla_cpu_use_fusion_emitters=false",
+    } <= set(flags)
     assert added["PJRT_NPROC"] == "129"
 
 
 def test_the_users_flag_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.setattr(env, "enlarge_pool", lambda _: None)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_xnnpack=true")
+    mine = "--xla_cpu_use_xnnpack=true --xla_cpu_use_fusion_emitters=true"
+    monkeypatch.setenv("XLA_FLAGS", mine)
     cpu.prepare_client()
-    assert os.environ["XLA_FLAGS"] == "--xla_cpu_use_xnnpack=true"
+    assert os.environ["XLA_FLAGS"] == mine
 
 
 def test_a_client_that_is_there_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
