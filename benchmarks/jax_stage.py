@@ -19,6 +19,8 @@ from typing import Any
 if __name__ == "__main__":
     # XLA sizes its pools of threads by the cores that it may use.
     os.sched_setaffinity(0, {int(sys.argv[1])})
+    # Those that `stage_time.py` has were chosen for its own programs.
+    os.environ.pop("XLA_FLAGS", None)
 
 import jax
 import jax.numpy as jnp
