@@ -13,7 +13,12 @@ from torch_xla_pp.advice.bounds import Bound, Change
 from torch_xla_pp.advice.exchanges import Exchange, moved_bytes, whole_bytes
 from torch_xla_pp.advice.findings import Advice, advise
 from torch_xla_pp.advice.machine import Machine
-from torch_xla_pp.advice.stage_loads import PipelineLoad, StageLoad, when_of
+from torch_xla_pp.advice.stage_loads import (
+    PipelineLoad,
+    StageLoad,
+    counted_once,
+    when_of,
+)
 
 __all__ = [
     "Advice",
@@ -25,6 +30,7 @@ __all__ = [
     "StageLoad",
     "advise",
     "moved_bytes",
+    "counted_once",
     "when_of",
     "whole_bytes",
 ]

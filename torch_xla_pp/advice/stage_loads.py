@@ -1,6 +1,6 @@
 """What the stages of a pipeline compute and exchange, on one device."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch_xla_pp.advice.exchanges import Exchange
@@ -13,9 +13,17 @@ _WHEN: Mapping[str, str] = {
     "loss": "F",
     "backward": "B",
     "forward and backward": "B",
+    "forward and backward input": "I",
     "backward input": "I",
     "backward weight": "W",
 }
+# Programs that together train a microbatch; a stage may have run several of these.
+_TRAINING = (
+    {"forward", "backward"},
+    {"forward", "backward input", "backward weight"},
+    {"forward and backward"},
+    {"forward and backward input", "backward weight"},
+)
 # The actions during which an exchange runs that happens once a step.
 _BACKWARD = ("B", "I", "W")
 
@@ -84,6 +92,13 @@ class PipelineLoad:
 def when_of(program: str) -> str:
     """Return when a program of a stage runs."""
     return _WHEN.get(program, STEP)
+
+
+def counted_once(programs: Collection[str]) -> set[str]:
+    """Return those of a stage's programs that together do all of its work once."""
+    known = {*programs}
+    chosen = next((names for names in _TRAINING if names <= known), known)
+    return chosen | known.difference(*_TRAINING)
 
 
 def moved_in_step(exchange: Exchange, num_microbatches: int) -> float:

@@ -10,6 +10,7 @@ from torch_xla_pp.advice import (
     PipelineLoad,
     StageLoad,
     advise,
+    counted_once,
     when_of,
     whole_bytes,
 )
@@ -137,6 +138,8 @@ class Explanation:
             raise ValueError(
                 f"advise: expected the HLO of programs, got none. {_HINT}."
             )
+        counted = counted_once([program.name for program in known])
+        known = [program for program in known if program.name in counted]
         flops: dict[str, float] = {}
         for program in known:
             when = when_of(program.name)

@@ -382,7 +382,8 @@ class StagePrograms:
             others: As for `JoinedProgram`.
             scale: See there.
         """
-        scored = joined(fixed, live, seed, others, scale)
+        values = {**self._constants.values(), **live}
+        scored = joined(fixed, values, seed, others, scale)
         self.extra = joined.program.extra
         results = scored.results
         return Trained(
