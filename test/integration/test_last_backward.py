@@ -1,6 +1,7 @@
 """The last backward of a step sends before the rest of it: with the same numbers.
 
-So it is under 1F1B, whose last rank ends with a backward that others wait for.
+So it is under GPipe and 1F1B, whose last rank ends with a backward that others wait
+for.
 """
 
 import copy
@@ -30,6 +31,8 @@ pytestmark = pytest.mark.worlds
 
 ONE = "forward and backward"
 PARTS = {"forward and backward input", "backward weight"}
+RECORDED = 6
+ALTERNATING = [f"{kind}{i}" for i in range(4) for kind in "FB"]
 
 
 @pytest.mark.parametrize("transport", ["", "host"])
@@ -54,30 +57,33 @@ def test_the_last_stage_has_programs_for_it(
 
 
 def train_and_change(job: Job) -> dict[str, Any]:
-    """Train a stage while layers are frozen for a step, and another is recorded."""
+    """Train stages while layers are frozen for a step, and another is recorded."""
     join()
     torch.manual_seed(0)
     reference = Model(job.num_stages)
     stages = build(job, copy.deepcopy(reference), mesh_of(job))
     schedule = make_schedule(job, stages)
-    (stage,), rank = stages, dist.get_rank()
+    last, rank = stages[-1], dist.get_rank()
     found: dict[str, Any] = {"free": [], "live": [], "errors": []}
     for step in range(8):
-        for name, parameter in stage.submod.named_parameters():
+        own = [pair for stage in stages for pair in stage.submod.named_parameters()]
+        for name, parameter in own:
             parameter.requires_grad_(step != 4 or "up" not in name)
         x, y = batch(job, step)
-        if step == 6:
+        if step == RECORDED:
             with xpp.profile_step(schedule) as profile:
                 run_step(job, schedule, stages, x, y)
             spans = [s for s in profile.timeline.spans if s.rank == rank]
-            found["recorded"] = [f"{s.kind}{s.microbatch}" for s in spans]
+            found["recorded"] = [
+                f"{s.kind}{s.microbatch}" for s in spans if s.stage == last.stage_index
+            ]
         else:
             run_step(job, schedule, stages, x, y)
-        found["free"].append(stage.saved.free_bytes)
-        found["live"].append(stage.peak_memory().num_live)
+        found["free"].append(last.saved.free_bytes)
+        found["live"].append(last.peak_memory().num_live)
         loss_fn(reference(x), y).backward()
         named = dict(reference.named_parameters())
-        for name, parameter in stage.submod.named_parameters():
+        for name, parameter in own:
             assert (parameter.grad is not None) == parameter.requires_grad
             if parameter.grad is not None:
                 difference = parameter.grad.cpu() - named[name].grad
@@ -88,14 +94,29 @@ def train_and_change(job: Job) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("schedule", "rank", "recorded", "num_live"),
+    [
+        ("1F1B", 1, ALTERNATING, 1),
+        ("GPipe", 1, [f"{kind}{i}" for kind in "FB" for i in range(4)], 4),
+        ("DualPipeV", 0, ["F0", "I0", "W0", *ALTERNATING[2:]], 1),
+    ],
+)
 def test_what_changes_between_steps_counts_and_memory_does_not_grow(
-    worlds: Worlds,
+    worlds: Worlds, schedule: str, rank: int, recorded: list[str], num_live: int
 ) -> None:
-    job = Job(frontend="manual", takes_outputs=False, evaluates=False)
-    found = worlds.run(train_and_change, ranks=2, devices=1, args=(job,))
-    for rank, own in enumerate(found):
-        assert max(own["errors"]) < 1e-5
-        assert own["live"] == [2 - rank] * 8
-        assert own["free"][1] == own["free"][2] == own["free"][3]
-    # A recorded step has the backward as one action.
-    assert found[1]["recorded"] == [f"{k}{i}" for i in range(4) for k in "FB"]
+    job = Job(
+        frontend="manual", schedule=schedule, takes_outputs=False, evaluates=False
+    )
+    every = worlds.run(train_and_change, ranks=2, devices=1, args=(job,))
+    for found in every:
+        assert max(found["errors"]) < 1e-5
+        assert found["free"][1] == found["free"][2] == found["free"][3]
+    if schedule == "1F1B":
+        assert every[0]["live"] == [2] * 8
+    # A recorded step has the backward as one action, where the schedule has it.
+    found = every[rank]
+    assert found["recorded"] == recorded
+    assert found["live"][RECORDED] == num_live
+    found["live"].pop(RECORDED)
+    assert found["live"] == [1] * 7

@@ -5,15 +5,23 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from schedule.upstream import make
-from strategies import tables
+from strategies import legal_tables, stage_dags, tables
 from torch.distributed.pipelining import ScheduleDualPipeV
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     _PipelineScheduleRuntime,
 )
 
-from torch_xla_pp.schedule import Action, Schedule, dualpipev, interleaved_1f1b, zb1p
+from torch_xla_pp.schedule import (
+    Action,
+    Schedule,
+    dualpipev,
+    interleaved_1f1b,
+    verify,
+    zb1p,
+)
 
 pytestmark = pytest.mark.pure
 
@@ -46,15 +54,26 @@ def test_the_properties_of_a_table() -> None:
     assert schedule.stages_of(0) == (0, 3)
 
 
-def test_stages_whose_backwards_follow_at_once() -> None:
-    schedule = rows(
-        "0F0 0B0 1F0 0F1 0B1 1B0 2F0 2B0 2F1 2F2 2B2 2B1", "3F0 3I0 3W0 4F0 4W0"
+def test_backwards_come_right_after_forwards() -> None:
+    schedule = rows("0F0 2F0 0F1 2B0 2F1 0B0 2I1 2W1 0B1", "1F0 1F1 1B0 1B1")
+    assert schedule.with_backwards_at_once(2) == rows(
+        "0F0 2F0 2B0 0F1 2F1 2I1 0B0 2W1 0B1", "1F0 1F1 1B0 1B1"
     )
-    assert schedule.followed_stages(0) == {0}
-    assert schedule.followed_stages(1) == {3}
-    schedule = interleaved_1f1b(2, 4, 2)
-    assert schedule.followed_stages(1) == {3}
-    assert schedule.followed_stages(0) == frozenset()
+    assert schedule.with_backwards_at_once(3) == schedule
+    followed = interleaved_1f1b(2, 4, 2)
+    assert followed.with_backwards_at_once(3) == followed
+
+
+@given(st.data())
+def test_backwards_of_the_last_stage_may_always_come_at_once(
+    data: st.DataObject,
+) -> None:
+    dag = data.draw(stage_dags())
+    schedule = data.draw(legal_tables(dag))
+    moved = schedule.with_backwards_at_once(dag.num_stages - 1)
+    verify(moved, dag.edges, placement=dag.placement, carriers=dag.carriers)
+    for before, after in zip(schedule.actions, moved.actions, strict=True):
+        assert sorted(map(str, before)) == sorted(map(str, after))
 
 
 def test_whole_backwards_are_those_that_weights_come_right_after() -> None:

@@ -1,9 +1,9 @@
 """The forward, the loss and the backward of a microbatch as one program.
 
-It is for a last stage that runs the backward of a microbatch right after its forward.
-What the forward saves and the gradients of outputs never leave the program, and one
-dispatch takes the place of three. The backward may be that of inputs alone: what the
-rest of it reads leaves the program then, see docs/design/046-last-backward.md.
+It is for the last stage, whose backward waits for no other stage. What the forward
+saves and the gradients of outputs never leave the program, and one dispatch takes the
+place of three. The backward may be that of inputs alone: what the rest of it reads
+leaves the program then, see docs/design/046-last-backward.md.
 """
 
 from collections.abc import Collection, Mapping, Sequence

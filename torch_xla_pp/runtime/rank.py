@@ -28,6 +28,7 @@ from torch_xla_pp.dump import dump
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.plan import StagePlan, random_seed
 from torch_xla_pp.runtime.gradients.finish import combine
+from torch_xla_pp.runtime.joined_actions import JoinedActions
 from torch_xla_pp.runtime.outputs import StageOutputs
 from torch_xla_pp.runtime.stage_model import StageModel
 from torch_xla_pp.runtime.step_plans import StepPlans, agree_on_pipeline
@@ -160,13 +161,7 @@ class RankPipeline:
         self._expected: set[int] = set()
         self._num_done: dict[int, int] = {}
         self._num_compiled = 0
-        # Stages whose backwards, full or of inputs, come right after their forwards.
-        self._followed: frozenset[int] = frozenset()
-        # Backwards of inputs, and those that backwards of weights come right after.
-        self._inputs: frozenset[Action] = frozenset()
-        self._whole: frozenset[Action] = frozenset()
-        # The last action of a step, if there is one.
-        self._last: Action | None = None
+        self._joined = JoinedActions()
 
     @classmethod
     def of(cls, schedule: TorchSchedule) -> "RankPipeline":
@@ -276,16 +271,9 @@ class RankPipeline:
             return
         with self.reporting():
             models = [stage.model for stage in self.stages]
-            self._plans, self._ahead, order = agree_on_pipeline(
+            self._plans, self._ahead, self._joined = agree_on_pipeline(
                 self.schedule, models, self._process_group
             )
-            if order is not None:
-                own = self._process_group.rank()
-                row = order.actions[own]
-                self._followed = order.followed_stages(own)
-                self._whole = order.whole_backwards(own)
-                self._inputs = frozenset(action for action in row if action.kind == "I")
-                self._last = next(reversed(row), None)
 
     # Actions.
 
@@ -346,10 +334,10 @@ class RankPipeline:
 
         A step that is observed keeps them apart, so that each has its own times.
         """
-        is_followed = stage.stage_index in self._followed
         is_scored = stage.is_last and self.has_loss and stage.has_backward
         is_seen = stage.outputs.is_wanted or self.observer is not None
-        return is_followed and is_scored and not is_seen and run.programs.can_join
+        may = self._joined.is_prompt and run.programs.can_join
+        return may and is_scored and not is_seen
 
     def splits(self, stage: LocalStage, run: Run, microbatch: int) -> bool:
         """Return whether that program leaves the gradients of weights to another one.
@@ -361,9 +349,9 @@ class RankPipeline:
         if not run.programs.can_split:
             return False
         action = Action(stage=stage.stage_index, kind="I", microbatch=microbatch)
-        if action in self._inputs:
+        if action in self._joined.inputs:
             return not self.is_whole(stage, run, microbatch)
-        return self._last == replace(action, kind="B")
+        return self._joined.last == replace(action, kind="B")
 
     def is_whole(self, stage: LocalStage, run: Run, microbatch: int) -> bool:
         """Return whether a backward of inputs may be one program with that of weights.
@@ -375,7 +363,7 @@ class RankPipeline:
         is_awaited = run.links.has_far_producers
         is_seen = self.observer is not None
         may = run.programs.can_be_whole and not is_awaited and not is_seen
-        return may and action in self._whole
+        return may and action in self._joined.whole
 
     def action(
         self,

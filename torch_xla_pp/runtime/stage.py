@@ -173,14 +173,12 @@ class PipelineStage(SilentStage):
         self.outputs = StageOutputs(self.model.world, self.saved)
         self.num_steps = 0
         self._rank: RankPipeline | None = None
-        # A forward that is to be one program with its loss and its backward; and what
-        # such programs have computed, by microbatch, until the action of the backward.
+        # A forward that is to be one program with its loss and its backward; and the
+        # microbatches of such programs, until the last action of their backward.
         self._deferred: _Forward | None = None
-        self._grads: dict[int, dict[int, Tensor | None]] = {}
-        # Microbatches whose gradients of weights are summed before the action for them,
-        # and those whose backward of inputs was one program with their forward.
-        self._done: set[int] = set()
         self._joined: set[int] = set()
+        # Those whose gradients of weights are summed before the action for them.
+        self._done: set[int] = set()
 
     # Called by a schedule.
 
@@ -232,7 +230,6 @@ class PipelineStage(SilentStage):
             forward = _Forward(run, fwd_chunk_id, values, seed)
             if not rank.joins(self, run):
                 return self._forward(forward)
-            self.saved.put("saved", fwd_chunk_id, {}, run.compiled.sizes)
             self._deferred = forward
             return None
 
@@ -247,24 +244,19 @@ class PipelineStage(SilentStage):
 
         With `full_backward=False` only the gradients of inputs are computed;
         `backward_weight_one_chunk` does the rest, unless that comes next and no other
-        rank waits for these gradients: then all are computed in one program.
+        rank waits for these gradients: then all are computed in one program. What the
+        program of the forward has computed is not computed again.
         """
         if not self.has_backward:
             return
         kind: Kind = "B" if full_backward else "I"
         with self.rank.action(self, kind, bwd_chunk_id) as run:
             programs, links, sizes = run.programs, run.links, run.compiled.sizes
-            values = {**self.saved.take("saved", bwd_chunk_id), **run.marks}
-            if bwd_chunk_id in self._grads:
-                links.send_grads(bwd_chunk_id, self._grads.pop(bwd_chunk_id))
-                is_split = self.saved.has("residual", bwd_chunk_id)
-                if is_split and full_backward:
-                    self._backward_weight(run, bwd_chunk_id)
-                elif is_split:
-                    self._joined.add(bwd_chunk_id)
-                elif not full_backward:
-                    self._done.add(bwd_chunk_id)
+            if bwd_chunk_id in self._joined:
+                if full_backward:
+                    self._end_joined(run, bwd_chunk_id)
                 return
+            values = {**self.saved.take("saved", bwd_chunk_id), **run.marks}
             values |= self._tangents(run, bwd_chunk_id, loss)
             is_whole = full_backward or self.rank.is_whole(self, run, bwd_chunk_id)
             if is_whole and not full_backward:
@@ -295,13 +287,11 @@ class PipelineStage(SilentStage):
         with self.rank.action(self, "W", bwd_chunk_id) as run:
             if bwd_chunk_id in self._done:
                 self._done.remove(bwd_chunk_id)
-                return
-            read = self._backward_weight(run, bwd_chunk_id)
-            if bwd_chunk_id in self._joined:
-                # No later program takes the memory of what such a one has kept.
-                self._joined.remove(bwd_chunk_id)
-                return
-            self.saved.free(run.programs.recycled_in(read), run.compiled.sizes)
+            elif bwd_chunk_id in self._joined:
+                self._end_joined(run, bwd_chunk_id)
+            else:
+                read = self._backward_weight(run, bwd_chunk_id)
+                self.saved.free(run.programs.recycled_in(read), run.compiled.sizes)
 
     # Called by the rank's pipeline.
 
@@ -328,13 +318,15 @@ class PipelineStage(SilentStage):
         splits = self.rank.splits(self, run, microbatch)
         joined = known and programs.joined(known.program, is_split=splits)
         if known is None or joined is None:
-            self.saved.take("saved", microbatch)
             output = self._forward(_Forward(run, microbatch, values, seed))
             return self.outputs.score(
                 loss, run.plan, run.compiled, output, target, is_trained=True, marks={}
             )
         sizes = run.compiled.sizes
         given = sizes.of(values)
+        # It is live while its program runs.
+        self.saved.put("saved", microbatch, {}, sizes)
+        self.saved.take("saved", microbatch)
         values = {**values, **({} if splits else self.model.sums.values(programs))}
         values |= self._zeros(run, joined.program.inputs)
         values |= run.links.receive_grads(microbatch)
@@ -346,7 +338,8 @@ class PipelineStage(SilentStage):
             known.others,
             known.scale,
         )
-        self._grads[microbatch] = trained.grads
+        self._joined.add(microbatch)
+        run.links.send_grads(microbatch, trained.grads)
         self.saved.note_run(programs.extra, given)
         self.model.state.update_buffers(trained.updates)
         if splits:
@@ -369,9 +362,8 @@ class PipelineStage(SilentStage):
         self.saved.clear()
         self.outputs.clear()
         self._deferred = None
-        self._grads.clear()
-        self._done.clear()
         self._joined.clear()
+        self._done.clear()
         self.output_chunks.clear()
         self.model.drop_leftovers()
 
@@ -469,6 +461,15 @@ class PipelineStage(SilentStage):
             self.saved.put("saved", microbatch, result.live, sizes)
         links.send_outputs(microbatch, result)
         return self._output(run, microbatch, result.outputs)
+
+    def _end_joined(self, run: Run, microbatch: int) -> None:
+        """Enqueue what a program of forward, loss and backward has left, if anything.
+
+        No later program takes the memory of what it has kept.
+        """
+        self._joined.remove(microbatch)
+        if self.saved.has("residual", microbatch):
+            self._backward_weight(run, microbatch)
 
     def _backward_weight(self, run: Run, microbatch: int) -> dict[str, Tensor]:
         """Enqueue the rest of a backward; return what it reads."""

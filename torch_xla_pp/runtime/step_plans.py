@@ -14,8 +14,9 @@ from torch_xla_pp.plan import Claim, check_kwargs
 from torch_xla_pp.runtime.agreement import Agreement, StepKinds
 from torch_xla_pp.runtime.gradients.replicas import agree_on_replicas
 from torch_xla_pp.runtime.gradients.tied import check_separate
+from torch_xla_pp.runtime.joined_actions import JoinedActions
 from torch_xla_pp.runtime.stage_model import StageModel
-from torch_xla_pp.schedule import Schedule, verify
+from torch_xla_pp.schedule import verify
 from torch_xla_pp.torch_compat import TorchSchedule, num_microbatches, order_of
 from torch_xla_pp.transport import StepsAhead, XlaPpProcessGroup
 
@@ -148,7 +149,7 @@ class StepPlans:
 
 def agree_on_pipeline(
     schedule: TorchSchedule, stages: Sequence[StageModel], group: XlaPpProcessGroup
-) -> tuple[StepPlans, StepsAhead, Schedule | None]:
+) -> tuple[StepPlans, StepsAhead, JoinedActions]:
     """Agree with the other ranks on the stages and where they are.
 
     Args:
@@ -158,7 +159,7 @@ def agree_on_pipeline(
 
     Returns:
         The kinds of steps, none of which is known yet; the bound on how far this rank
-        may be ahead of others; and the order of actions, None if that is not known.
+        may be ahead of others; and which actions of this rank may be one program.
 
     Raises:
         PlanError: The ranks do not build one pipeline.
@@ -200,4 +201,5 @@ def agree_on_pipeline(
     )
     for stage in stages:
         stage.connect(wiring)
-    return plans, ahead, order
+    joined = JoinedActions.of(order, wiring.edges(), group.rank())
+    return plans, ahead, joined

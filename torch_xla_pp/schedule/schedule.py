@@ -4,7 +4,7 @@ import csv
 import hashlib
 import io
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,21 +92,15 @@ class Schedule:
         """Return the stages that have an action on `rank`, ascending."""
         return tuple(sorted({action.stage for action in self.actions[rank]}))
 
-    def followed_stages(self, rank: int) -> frozenset[int]:
-        """Return the stages whose backwards all come right after their forwards.
+    def with_backwards_at_once(self, stage: int) -> "Schedule":
+        """Return the order in which backwards of a stage come right after forwards.
 
-        Backwards of inputs count as well as full ones.
+        Backwards of inputs count as well as full ones. It may not run to its end if the
+        backwards wait for those of other stages.
         """
-        row = self.actions[rank]
-        forwards = {action for action in row if action.kind == "F"}
-        followed = {
-            first
-            for first, then in itertools.pairwise(row)
-            if first in forwards
-            and then in (replace(first, kind="B"), replace(first, kind="I"))
-        }
-        others = {action.stage for action in forwards - followed}
-        return frozenset({action.stage for action in followed} - others)
+        return Schedule(
+            actions=tuple(tuple(_at_once(row, stage)) for row in self.actions)
+        )
 
     def whole_backwards(self, rank: int) -> frozenset[Action]:
         """Return the backwards of inputs that those of weights come right after."""
@@ -193,3 +187,17 @@ class Schedule:
                 for row in tasks
             )
         )
+
+
+def _at_once(row: Sequence[Action], stage: int) -> Iterator[Action]:
+    """Yield the actions of a rank, backwards of a stage right after its forwards."""
+    later, early = set(row), set[Action]()
+    for action in row:
+        if action in early:
+            continue
+        yield action
+        later.discard(action)
+        if action.kind == "F" and action.stage == stage:
+            then = {replace(action, kind="B"), replace(action, kind="I")} & later
+            yield from then
+            early |= then
