@@ -28,10 +28,12 @@ efficiency: Time that a step would take without any cost of distribution, by the
     exceed 1.
 shared_efficiency: The same with `shared_s` for `single_s`, the time while each rank
     does so on its own core: what the cores share, such as memory, costs both.
-dispatch_us: CPU time of the main thread in one forward or backward action, the median
-    over both ranks and 3 steps. It holds all that the thread does, e.g. the loss's
-    gradient, and programs, should XLA run them in the calling thread; waiting is no CPU
-    time. It should not grow with M.
+dispatch_us: CPU time of the main thread in actions and losses, by the number of
+    actions, the mean over both ranks and 3 steps. It holds all that the thread does,
+    and programs, should XLA run them in the calling thread; waiting is no CPU time. It
+    should not grow with M.
+programs: Programs that both ranks enqueue in a step, such as those of stages, losses,
+    gradients and the optimizer.
 first_step_s: From before the stages are built until the first step is done.
 compiles: Programs compiled or looked up by graph in the timed steps, by torch_xla's
     counters, over both ranks; should be 0.
@@ -120,7 +122,7 @@ class Bench:
         bubble = (microbatches + NUM_RANKS - 1) / (microbatches * NUM_RANKS)
         row["efficiency"] = row["single_s"] * bubble / row["ours_s"]
         row["shared_efficiency"] = row["shared_s"] * bubble / row["ours_s"]
-        row["dispatch_us"] = self._dispatch_us(ours)
+        row |= self._dispatches(ours)
         check_pinned(self.core)
         return row
 
@@ -222,17 +224,26 @@ class Bench:
             side.step()
         return side
 
-    def _dispatch_us(self, ours: Side) -> float:
-        """Return the main thread's CPU time of an action, in steps of their own."""
-        seconds: list[float] = []
-        for stage in ours.stages:
-            for name in ACTIONS:
-                setattr(stage, name, with_cpu_time(getattr(stage, name), seconds))
+    def _dispatches(self, ours: Side) -> dict[str, float]:
+        """Count what the main thread does, in steps of their own."""
+        from torch_xla_pp import xla_compat
+
+        actions: list[float] = []
+        losses: list[float] = []
+        timed = [(stage, name, actions) for stage in ours.stages for name in ACTIONS]
+        timed.append((ours.runner, "_compute_loss", losses))
+        for owner, name, seconds in timed:
+            setattr(owner, name, with_cpu_time(getattr(owner, name), seconds))
+        before = xla_compat.num_enqueued()
         self._steps(ours, DISPATCH_STEPS)
-        for stage in ours.stages:
-            for name in ACTIONS:
-                delattr(stage, name)
-        return statistics.median(sum(gathered(seconds), [])) * 1e6
+        num_enqueued = xla_compat.num_enqueued() - before
+        for owner, name, _ in timed:
+            delattr(owner, name)
+        total_s = sum(gathered(sum(actions) + sum(losses)))
+        return {
+            "dispatch_us": total_s / sum(gathered(len(actions))) * 1e6,
+            "programs": sum(gathered(num_enqueued)) / DISPATCH_STEPS,
+        }
 
 
 def ratios(ours: Sequence[float], peers: Sequence[float]) -> dict[str, Any]:
@@ -305,7 +316,7 @@ def line_of(row: dict[str, Any]) -> str:
         return f"{line}  best, peer's {row['peer_schedule']}" if is_best else line
     line += (
         f"  efficiency {row['efficiency']:.2f} ({row['shared_efficiency']:.2f})"
-        f"  dispatch {row['dispatch_us']:4.0f} us"
+        f"  dispatch {row['dispatch_us']:4.0f} us  programs {row['programs']:.0f}"
         f"  first step {row['first_step_s']:.1f} s  compiles {row['compiles']}"
     )
     if "compiled_peer_s" in row:

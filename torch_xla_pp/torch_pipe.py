@@ -146,12 +146,15 @@ def trace_and_split(
     with warnings.catch_warnings(), _annotated(module, split_spec):
         warnings.simplefilter("ignore")
         program = _exported(module, args, kwargs)
-        pipe: Pipe = Pipe._from_traced(
-            program.module(check_guards=False),
-            program,
-            MultiUseParameterConfig.REPLICATE,
-            split_policy=policy,
-        )
+        traced = program.module(check_guards=False)
+        # Upstream takes the program apart again; the graphs of all layers are made anew.
+        with replaced(program, "module", lambda **_: traced):
+            pipe: Pipe = Pipe._from_traced(
+                traced,
+                program,
+                MultiUseParameterConfig.REPLICATE,
+                split_policy=policy,
+            )
         return pipe
 
 

@@ -1,56 +1,22 @@
 """Estimate the work of a traced module without running it."""
 
 import logging
+from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 _logger = logging.getLogger(__name__)
 
 
-class _Flat(nn.Module):
-    """A traced module that takes flat inputs, and counts the FLOPs of each op.
-
-    Attributes:
-        counts: Name of an op → its count.
-    """
-
-    def __init__(self, traced: fx.GraphModule, counter: FlopCounterMode) -> None:
-        super().__init__()
-        self.traced = traced
-        self.counts: dict[str, int] = {}
-        self._counter = counter
-
-    def forward(self, *inputs: Any) -> Any:
-        interpreter = _Counting(self.traced, self._counter, self.counts)
-        return interpreter.run(*inputs, enable_io_processing=False)
-
-
-class _Counting(fx.Interpreter):
-    """An interpreter of a graph that reads a counter after each op."""
-
-    def __init__(
-        self, traced: fx.GraphModule, counter: FlopCounterMode, counts: dict[str, int]
-    ) -> None:
-        super().__init__(traced)
-        self._counter = counter
-        self._counts = counts
-
-    def run_node(self, n: fx.Node) -> Any:
-        before = self._counter.get_total_flops()
-        result = super().run_node(n)
-        self._counts[n.name] = self._counter.get_total_flops() - before
-        return result
-
-
 def forward_flops(traced: fx.GraphModule) -> int | None:
     """Count the floating-point operations of matrix products in a module's forward.
 
-    Values are fake: nothing is computed and no memory is taken. It costs about as
-    much time as tracing the module.
+    Values are fake: nothing is computed and no memory is taken.
 
     Returns:
         The count by `torch.utils.flop_counter`, None if it cannot run the module.
@@ -64,19 +30,50 @@ def forward_flops(traced: fx.GraphModule) -> int | None:
 
 def flops_by_op(traced: fx.GraphModule) -> dict[str, int]:
     """Count the same for each operation, by its name; raises if it cannot run."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    counter = _counter()
-    module = _Flat(traced, counter)
-    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    examples = _examples(traced)
-    # Models on meta are traced as if they were on the host.
-    homes = [x.device for x in examples if isinstance(x, Tensor)]
-    home = homes[0] if homes else None
-    with torch.no_grad(), mode:
-        state = {name: _like(value, home) for name, value in held.items()}
-        with counter:
-            torch.func.functional_call(module, state, examples)
-    return module.counts
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        return _OpCounts().of(traced)
+
+
+class _OpCounts:
+    """The FLOPs of operations, each of which is run once for operands of one kind."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], int] = {}
+
+    def of(self, module: Any) -> dict[str, int]:
+        """Return the count of each operation of a traced module, by its name."""
+        return {node.name: self._of_node(node, module) for node in module.graph.nodes}
+
+    def _of_node(self, node: fx.Node, owner: Any) -> int:
+        if node.op not in ("call_function", "call_module"):
+            return 0
+        function: Any = node.target
+        if node.op == "call_module":
+            function = owner.get_submodule(node.target)
+            if hasattr(function, "graph"):
+                return sum(self.of(function).values())
+
+        def value_of(source: fx.Node) -> Any:
+            if "val" in source.meta:
+                return source.meta["val"]
+            return reduce(getattr, str(source.target).split("."), owner)
+
+        given = fx.map_arg((node.args, node.kwargs), value_of)
+        leaves, tree = pytree.tree_flatten(given)
+        key = (function, tree, *map(_kind, leaves))
+        if key not in self._known:
+            args, kwargs = pytree.tree_unflatten(map(_like, leaves), tree)
+            with _counter() as counter:
+                function(*args, **kwargs)
+            self._known[key] = counter.get_total_flops()
+        return self._known[key]
+
+
+def _kind(value: Any) -> Any:
+    """Return a key that is the same for values with which an op does equal work."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.device
+    return type(value), value
 
 
 def _counter() -> FlopCounterMode:
@@ -90,18 +87,10 @@ def _counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping={attention: count})
 
 
-def _examples(traced: fx.GraphModule) -> tuple[Any, ...]:
-    """Return new tensors like those that the module was traced with."""
-    nodes = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    return tuple(_like(node.meta.get("val")) for node in nodes)
-
-
-def _like(value: Any, device: torch.device | None = None) -> Any:
+def _like(value: Any) -> Any:
+    """Return a new tensor like another one, or the value that is no tensor."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(
-        tuple(value.shape),
-        value.stride(),
-        dtype=value.dtype,
-        device=device or value.device,
+        tuple(value.shape), value.stride(), dtype=value.dtype, device=value.device
     )

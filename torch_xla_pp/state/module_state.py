@@ -277,6 +277,9 @@ class ModuleState:
         """Annotate values; refuse shardings that changed since the first step."""
         found = xla_compat.sharding_texts([*self.fixed.values()])
         texts = dict(zip(self.fixed, found, strict=True))
+        if self._world.local.num_devices == 1:
+            # They are whole without it, and it would download and upload them.
+            texts = {role: text or _REPLICATED for role, text in texts.items()}
         if texts == self._texts:
             return
         for role in [role for role, text in texts.items() if not text]:
