@@ -147,7 +147,7 @@ def trace_and_split(
         warnings.simplefilter("ignore")
         program = _exported(module, args, kwargs)
         traced = program.module(check_guards=False)
-        # Upstream takes the program apart again; the graphs of all layers are made anew.
+        # Upstream takes the program apart again, and makes all graphs anew.
         with replaced(program, "module", lambda **_: traced):
             pipe: Pipe = Pipe._from_traced(
                 traced,
