@@ -13,7 +13,7 @@ from torch.distributed.pipelining import ScheduleGPipe
 from torch.nn import functional as F
 
 import torch_xla_pp as xpp
-from torch_xla_pp import cpu
+from torch_xla_pp import cpu, xla_compat
 from torch_xla_pp.testing import Worlds, WorldsFailed
 
 pytestmark = pytest.mark.worlds
@@ -197,6 +197,21 @@ def test_one_stage_may_change_alone(worlds: Worlds) -> None:
     names = ("a number", "training of a submodule", "all frozen", "all thawed")
     for faults in worlds.run(changed, ranks=2, args=(names, 2), timeout_s=240):
         assert faults == {}
+
+
+def handles_around_a_step() -> tuple[list[int], list[int]]:
+    join()
+    stage = xpp.PipelineStage(nn.Linear(WIDTH, WIDTH), 0, 1, xpp.device())
+    schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=F.mse_loss)
+    parameters = [*stage.submod.parameters()]
+    before = xla_compat.data_handles(parameters)
+    step(schedule, stage, 0)
+    return before, xla_compat.data_handles(parameters)
+
+
+def test_the_first_step_on_one_device_moves_no_parameter(worlds: Worlds) -> None:
+    ((before, after),) = worlds.run(handles_around_a_step, ranks=1, devices=1)
+    assert before == after
 
 
 class Counting(nn.Module):

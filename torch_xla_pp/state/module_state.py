@@ -278,7 +278,7 @@ class ModuleState:
         found = xla_compat.sharding_texts([*self.fixed.values()])
         texts = dict(zip(self.fixed, found, strict=True))
         if self._world.local.num_devices == 1:
-            # They are whole without it, and it would download and upload them.
+            # They are whole without annotations, which would move them to the host.
             texts = {role: text or _REPLICATED for role, text in texts.items()}
         if texts == self._texts:
             return
