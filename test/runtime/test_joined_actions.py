@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from torch_xla_pp.schedule import (
     zb1p,
     zbv,
 )
+from torch_xla_pp.simulate import Costs, stage_seconds, step_seconds
 
 pytestmark = pytest.mark.pure
 
@@ -47,6 +50,19 @@ def test_it_waits_where_others_would_wait_longer() -> None:
     assert prompt_ranks(Schedule.from_cells(map(str.split, rows))) == []
     rows[0] = "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1"
     assert prompt_ranks(Schedule.from_cells(map(str.split, rows))) == [0]
+
+
+SECONDS = st.tuples(*[st.floats(0.5, 1.5)] * 3)
+
+
+@given(st.lists(SECONDS, min_size=4, max_size=4))
+def test_gpipe_takes_no_longer_whatever_stages_take(
+    times: list[tuple[float, float, float]],
+) -> None:
+    order = gpipe(4, 8)
+    costs = replace(Costs.uniform(4), seconds=stage_seconds(times))
+    prompt_s = step_seconds(order.with_backwards_at_once(3), costs)
+    assert prompt_s <= step_seconds(order, costs) * (1 + 1e-9)
 
 
 @given(st.data())
