@@ -24,7 +24,7 @@ pytestmark = pytest.mark.pure
 def prompt_ranks(schedule: Schedule) -> list[int]:
     edges = chain_of(schedule.num_stages)
     ranks = range(schedule.num_ranks)
-    return [r for r in ranks if JoinedActions.of(schedule, edges, r).is_prompt]
+    return [r for r in ranks if JoinedActions(schedule, edges, r).is_prompt]
 
 
 @pytest.mark.parametrize(
@@ -70,16 +70,19 @@ def test_any_order_that_can_run_has_an_answer(data: st.DataObject) -> None:
     dag = data.draw(stage_dags())
     schedule = data.draw(legal_tables(dag))
     for rank in range(schedule.num_ranks):
-        JoinedActions.of(schedule, dag.edges, rank)
+        assert JoinedActions(schedule, dag.edges, rank).is_prompt in (False, True)
 
 
 def test_an_order_that_is_not_known_joins_nothing() -> None:
-    assert JoinedActions.of(None, [], 0) == JoinedActions()
+    found = JoinedActions(None, [(0, 1)], 1)
+    assert not found.is_prompt
+    assert not found.inputs | found.whole
+    assert found.last is None
 
 
 def test_the_kinds_of_backwards() -> None:
     schedule = Schedule.from_cells(["0F0 0I0 0W0 0F1 0I1 0F2 0W1 0B2".split()])
-    found = JoinedActions.of(schedule, [], 0)
+    found = JoinedActions(schedule, [], 0)
     assert {str(action) for action in found.inputs} == {"0I0", "0I1"}
     assert {str(action) for action in found.whole} == {"0I0"}
     assert str(found.last) == "0B2"

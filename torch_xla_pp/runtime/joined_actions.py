@@ -4,60 +4,57 @@ See docs/design/031-adjacent-actions.md.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 
-from torch_xla_pp.schedule import Action, Schedule
+from torch_xla_pp.schedule import Schedule
 from torch_xla_pp.simulate import Costs, edge_flows, step_seconds
 
+_NO_ORDER = Schedule(actions=((),))
 
-@dataclass(frozen=True, kw_only=True)
+
 class JoinedActions:
     """What the order of actions says of one rank.
 
+    Args:
+        order: The actions of all ranks, None if they are not known.
+        edges: Pairs of a stage and one that uses its values.
+        rank: The rank.
+
     Attributes:
-        is_prompt: Whether the backwards of the last stage may run at once with its
-            forwards, wherever the order has them.
         inputs: The backwards of inputs.
         whole: Those that the backward of weights comes right after.
         last: The last action of a step, None if there is none.
     """
 
-    is_prompt: bool = False
-    inputs: frozenset[Action] = frozenset()
-    whole: frozenset[Action] = frozenset()
-    last: Action | None = None
-
-    @classmethod
-    def of(
-        cls, order: Schedule | None, edges: Iterable[tuple[int, int]], rank: int
-    ) -> "JoinedActions":
-        """Return them.
-
-        Args:
-            order: The actions of all ranks, None if they are not known.
-            edges: Pairs of a stage and one that uses its values.
-            rank: The rank.
-        """
+    def __init__(
+        self,
+        order: Schedule | None = None,
+        edges: Iterable[tuple[int, int]] = (),
+        rank: int = 0,
+    ) -> None:
         if order is None:
-            return cls()
+            order, rank = _NO_ORDER, 0
+        self._order, self._edges, self._rank = order, tuple(edges), rank
         row = order.actions[rank]
-        return cls(
-            is_prompt=order.num_stages - 1 in order.stages_of(rank)
-            and _may_be_prompt(order, edges),
-            inputs=frozenset(action for action in row if action.kind == "I"),
-            whole=order.whole_backwards(rank),
-            last=row[-1] if row else None,
-        )
+        self.inputs = frozenset(action for action in row if action.kind == "I")
+        self.whole = order.whole_backwards(rank)
+        self.last = next(reversed(row), None)
 
+    @cached_property
+    def is_prompt(self) -> bool:
+        """Return whether backwards of the last stage may come with their forwards.
 
-def _may_be_prompt(order: Schedule, edges: Iterable[tuple[int, int]]) -> bool:
-    """Return whether the backwards of the last stage may come with its forwards.
-
-    They wait for no other rank. Others may wait for what the order has before them, so
-    a step must not take longer if all forwards take the same time, and all backwards.
-    """
-    prompt = order.with_backwards_at_once(order.num_stages - 1)
-    if prompt == order:
-        return True
-    costs = replace(Costs.uniform(order.num_stages), flows=edge_flows(edges, 0))
-    return step_seconds(prompt, costs) <= step_seconds(order, costs)
+        The stage is one of this rank then. They wait for no other rank. Others may wait
+        for what the order has before them, so a step must not take longer if all
+        forwards take the same time, and all backwards. It takes seconds for 100,000
+        actions.
+        """
+        order, last = self._order, self._order.num_stages - 1
+        if last not in order.stages_of(self._rank):
+            return False
+        prompt = order.with_backwards_at_once(last)
+        if prompt == order:
+            return True
+        costs = replace(Costs.uniform(last + 1), flows=edge_flows(self._edges, 0))
+        return step_seconds(prompt, costs) <= step_seconds(order, costs)

@@ -336,8 +336,8 @@ class RankPipeline:
         """
         is_scored = stage.is_last and self.has_loss and stage.has_backward
         is_seen = stage.outputs.is_wanted or self.observer is not None
-        may = self._joined.is_prompt and run.programs.can_join
-        return may and is_scored and not is_seen
+        may = run.programs.can_join and is_scored and not is_seen
+        return may and self._joined.is_prompt
 
     def splits(self, stage: LocalStage, run: Run, microbatch: int) -> bool:
         """Return whether that program leaves the gradients of weights to another one.

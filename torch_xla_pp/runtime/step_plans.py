@@ -201,5 +201,5 @@ def agree_on_pipeline(
     )
     for stage in stages:
         stage.connect(wiring)
-    joined = JoinedActions.of(order, wiring.edges(), group.rank())
+    joined = JoinedActions(order, wiring.edges(), group.rank())
     return plans, ahead, joined

@@ -4,7 +4,7 @@ import csv
 import hashlib
 import io
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -98,9 +98,18 @@ class Schedule:
         Backwards of inputs count as well as full ones. It may not run to its end if the
         backwards wait for those of other stages.
         """
-        return Schedule(
-            actions=tuple(tuple(_at_once(row, stage)) for row in self.actions)
-        )
+
+        def moved(row: tuple[Action, ...]) -> tuple[Action, ...]:
+            places = {action: place for place, action in enumerate(row)}
+
+            def place_of(action: Action) -> int:
+                is_moved = action.stage == stage and action.kind in ("B", "I")
+                forward = replace(action, kind="F") if is_moved else action
+                return places.get(forward, places[action])
+
+            return tuple(sorted(row, key=place_of))
+
+        return Schedule(actions=tuple(map(moved, self.actions)))
 
     def whole_backwards(self, rank: int) -> frozenset[Action]:
         """Return the backwards of inputs that those of weights come right after."""
@@ -187,17 +196,3 @@ class Schedule:
                 for row in tasks
             )
         )
-
-
-def _at_once(row: Sequence[Action], stage: int) -> Iterator[Action]:
-    """Yield the actions of a rank, backwards of a stage right after its forwards."""
-    later, early = set(row), set[Action]()
-    for action in row:
-        if action in early:
-            continue
-        yield action
-        later.discard(action)
-        if action.kind == "F" and action.stage == stage:
-            then = {replace(action, kind="B"), replace(action, kind="I")} & later
-            yield from then
-            early |= then

@@ -275,11 +275,11 @@ class ModuleState:
 
     def _check_shardings(self) -> None:
         """Annotate values; refuse shardings that changed since the first step."""
-        found = xla_compat.sharding_texts([*self.fixed.values()])
+        # On one device they are whole without: annotations move them to the host.
+        is_one = self._world.local.num_devices == 1
+        texts_of = _texts if is_one else xla_compat.sharding_texts
+        found = texts_of([*self.fixed.values()])
         texts = dict(zip(self.fixed, found, strict=True))
-        if self._world.local.num_devices == 1:
-            # They are whole without annotations, which would move them to the host.
-            texts = {role: text or _REPLICATED for role, text in texts.items()}
         if texts == self._texts:
             return
         for role in [role for role, text in texts.items() if not text]:
