@@ -25,7 +25,9 @@ def held_and_fitted() -> tuple[tuple[int, int], tuple[int, int]]:
     rank = dist.get_rank()
     stage = pipe.build_stage(rank, xpp.device())
     schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=mse_loss)
-    schedule.step(*([x] if rank == 0 else []), target=x if rank else None)
+    # Outputs are taken, so that the last stage keeps values until its backward, too.
+    args = [x] if rank == 0 else []
+    _ = schedule.step(*args, target=x if rank else None)
     found = stage.peak_memory()
     fit = fit_model(
         Recorder(),
@@ -45,5 +47,5 @@ def test_saved_values_and_state_are_those_of_a_run(worlds: Worlds) -> None:
     assert first[0] == first[1]
     (saved, state), (fitted, fixed) = last
     assert state == fixed
-    # The last stage also waits with the gradients of the losses.
-    assert saved == fitted + MICROBATCHES * ROWS * WIDTH * 4
+    # The last stage also keeps outputs, and waits with the losses' gradients of them.
+    assert saved == fitted + 2 * MICROBATCHES * ROWS * WIDTH * 4
