@@ -33,14 +33,22 @@ def test_a_packed_value_has_all_parts() -> None:
     assert all(torch.equal(parts[name], value) for name, value in values.items())
 
 
+def test_a_packed_value_may_be_added_to_another() -> None:
+    values = {"a": torch.randn(2, 3), "b": torch.randn(()), "before": torch.randn(7)}
+    bundle = Bundle("after", {"a": (2, 3), "b": ()}, "before")
+    parts = bundle.parts(bundle.joined(values))
+    before = Bundle("before", bundle.shapes).parts(values["before"])
+    assert all(torch.equal(parts[n], values[n] + before[n]) for n in ("a", "b"))
+
+
 class _SumAndProduct(nn.Module):
     def forward(self, left: Tensor, right: Tensor) -> list[Tensor]:
         return [left + right, left - right, left * right]
 
 
 def test_a_program_takes_and_returns_packs(mesh: Any) -> None:
-    given = Bundle("given", {"left": (2, 3), "right": (2, 3)})
-    made = Bundle("made", {"sum": (2, 3), "product": (2, 3)})
+    given = Bundle("given", {"left": (2, 3), "none": (0,), "right": (2, 3)})
+    made = Bundle("made", {"sum": (2, 3), "product": (2, 3)}, "before")
     function = Function(
         name="sum and product",
         module=_SumAndProduct(),
@@ -48,14 +56,16 @@ def test_a_program_takes_and_returns_packs(mesh: Any) -> None:
         outputs=("sum", "difference", "product"),
     )
     program = Program(ProgramSpec(function=function, bundles=[given, made]))
-    assert program.inputs == ("given",)
+    assert program.inputs == ("given", "before")
     assert program.outputs == ("made", "difference")
     for _ in range(2):
         values = {"left": torch.randn(2, 3), "right": torch.randn(2, 3)}
-        whole = given.joined(values).to("xla")
-        found = {name: x.cpu() for name, x in program({"given": whole}).items()}
-        parts = made.parts(found["made"])
+        whole = given.joined({**values, "none": torch.empty(0)}).to("xla")
+        before = torch.randn(12)
+        results = program({"given": whole, "before": before.to("xla")})
+        found = {name: x.cpu() for name, x in results.items()}
+        parts = made.parts(found["made"] - before)
         expected = _SumAndProduct()(values["left"], values["right"])
-        assert torch.equal(parts["sum"], expected[0])
+        assert torch.allclose(parts["sum"], expected[0], atol=1e-6)
         assert torch.equal(found["difference"], expected[1])
-        assert torch.equal(parts["product"], expected[2])
+        assert torch.allclose(parts["product"], expected[2], atol=1e-6)

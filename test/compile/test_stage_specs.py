@@ -9,6 +9,7 @@ from torch import nn
 
 from torch_xla_pp.compile import MARK, Function, ProgramSpec, StageFunctions
 from torch_xla_pp.compile.border import Border
+from torch_xla_pp.compile.bundles import Bundle
 from torch_xla_pp.compile.stage_specs import Borders, StageSpecs, stage_specs
 
 pytestmark = pytest.mark.pure
@@ -209,3 +210,21 @@ def test_small_values_that_only_the_first_backward_reads_are_not_passed_on() -> 
     first, second = (specs.programs[f"backward {x}"] for x in ("input", "weight"))
     assert early in first.inputs and late not in first.inputs
     assert late in second.inputs and early not in second.inputs
+
+
+def test_programs_add_small_gradients_to_their_sums_together() -> None:
+    sums = [Bundle("small:sums", {"param:a": (2,), "param:b": ()})]
+    backward = function("backward", "y tangent:0", "new_sum:param:a new_sum:param:b")
+    made = functions(backward=backward, backward_input=None, backward_weight=None)
+    grads = {f"param:{name}": f"new_sum:param:{name}" for name in "ab"}
+    made = replace(made, parameter_grads=grads, input_grads={0: None})
+    specs = stage_specs(made, Borders(), {}, 1, is_recycling=True, sums=sums)
+    program = specs.programs["backward"]
+    assert program.inputs == ("y", "tangent:0", "sum:small:sums")
+    assert program.outputs == ("new_sum:small:sums",)
+    assert program.donated == {"sum:small:sums"}
+    assert "sum:small:sums" not in specs.kept
+    (before,) = specs.sums.values()
+    assert before == Bundle(
+        "sum:small:sums", {"sum:param:a": (2,), "sum:param:b": ()}
+    )

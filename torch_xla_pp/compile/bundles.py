@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from torch_xla_pp.compile.names import bundle_name
 from torch_xla_pp.compile.partition import Function
+from torch_xla_pp.cpu import copied_view, fits_own_ops, has_own_ops
 
 _MOST_BYTES = 1 << 16
 
@@ -25,17 +26,34 @@ class Bundle(NamedTuple):
     Attributes:
         name: The name of the flat value.
         shapes: Name of each small value → its shape.
+        total: The name of a flat value to which the small ones are added as they are
+            joined, "" for none.
     """
 
     name: str
     shapes: Mapping[str, tuple[int, ...]]
+    total: str = ""
 
     def joined(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Return the flat value of small ones."""
-        return torch.cat([values[name].reshape(-1) for name in self.shapes])
+        """Return the flat value of small ones, and of the total."""
+        whole = torch.cat([values[name].reshape(-1) for name in self.shapes])
+        return values[self.total] + whole if self.total else whole
 
     def parts(self, whole: Tensor) -> dict[str, Tensor]:
-        """Return the small values of a flat one, by name."""
+        """Return the small values of a flat one, by name.
+
+        XLA compiles a loop for each of them, so they are copied by calls where programs
+        have these.
+        """
+        parts = self._views(whole)
+        if whole.device.type == "xla" and fits_own_ops(whole) and has_own_ops():
+            views = self._views(torch.empty(whole.shape, device="meta"))
+            for name, view in views.items():
+                copy = copied_view(whole, view, 1) if view.numel() else None
+                parts[name] = parts[name] if copy is None else copy
+        return parts
+
+    def _views(self, whole: Tensor) -> dict[str, Tensor]:
         sizes = [math.prod(shape) for shape in self.shapes.values()]
         parts = zip(self.shapes.items(), torch.split(whole, sizes), strict=True)
         return {name: part.view(shape) for (name, shape), part in parts}

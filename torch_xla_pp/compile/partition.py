@@ -107,7 +107,8 @@ class StageFunctions:
         outputs: Name of each output of the stage.
         buffer_updates: Buffer role → name of its new value.
         input_grads: Input index → name of its gradient, None for one that is zero.
-        parameter_grads: Parameter role → name of its accumulated gradient.
+        parameter_grads: Parameter role → name of its accumulated gradient, or of the
+            gradient alone where the program adds it to the sum.
     """
 
     forward: Function
@@ -130,17 +131,21 @@ def nothing(name: str) -> Function:
 
 
 @phase("partition")
-def partition_joint(joint: JointGraph, remat: Remat = "none") -> StageFunctions:
+def partition_joint(
+    joint: JointGraph, remat: Remat = "none", unsummed: Collection[str] = ()
+) -> StageFunctions:
     """Cut a joint graph into the functions of its stage.
 
     Args:
         joint: What to cut.
         remat: Which forward values are computed again in the backward.
+        unsummed: Roles of parameters whose gradients the programs add to sums, not the
+            functions.
 
     Raises:
         ValueError: `remat` is neither a known word nor a collection of op overloads.
     """
-    return _Cut(joint, remat).functions()
+    return _Cut(joint, remat, unsummed).functions()
 
 
 def check_remat(remat: Remat) -> None:
@@ -233,8 +238,14 @@ def value_and_grads(joint: JointGraph) -> Function:
 class _Cut:
     """The node sets of a cut while its functions are made."""
 
-    def __init__(self, joint: JointGraph, remat: Remat = "none") -> None:
+    def __init__(
+        self,
+        joint: JointGraph,
+        remat: Remat = "none",
+        unsummed: Collection[str] = (),
+    ) -> None:
         self._joint = joint
+        self._unsummed = unsummed
         self._policy = _Policy(joint, remat)
         self._names = {n: joint.roles.get(n, n.name) for n in joint.graph.graph.nodes}
         self._forward_results = joint.outputs + list(joint.buffer_updates.values())
@@ -320,7 +331,9 @@ class _Cut:
         piece = _Piece(self._joint, [*results, *weights.values()], given)
         outputs = self._named(results)
         sums = {
-            accumulated(role): piece.accumulate(role, grad)
+            accumulated(role): piece.gradient(
+                grad, "" if role in self._unsummed else accumulator(role)
+            )
             for role, grad in weights.items()
         }
         return piece.function(name, outputs, sums) if outputs or sums else None
@@ -417,9 +430,11 @@ class _Piece:
                 # One for all pieces; thousands of copies would take some MiB.
                 self._copies[node].meta = node.meta
 
-    def accumulate(self, role: str, grad: fx.Node) -> fx.Node:
-        """Add `grad` to the sum of gradients that is passed in for `role`."""
-        args = self._placeholder(accumulator(role), grad), self._copy(grad)
+    def gradient(self, grad: fx.Node, total: str) -> fx.Node:
+        """Return a gradient, added to the sum of that name unless it is ""."""
+        if not total:
+            return self._copy(grad)
+        args = self._placeholder(total, grad), self._copy(grad)
         return self._graph.call_function(_aten.add.Tensor, args)
 
     def function(

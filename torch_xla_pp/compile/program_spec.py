@@ -75,6 +75,8 @@ class ProgramSpec:
         needed += [route_in(message.stage) for message in self.received]
         needed += [route_out(message.stage) for message in self.sent]
         needed += [MARK] if self.is_marked else []
+        returned = [bundle for bundle in self.bundles if bundle.name in self.outputs]
+        needed += [bundle.total for bundle in returned if bundle.total]
         return self._bundled(needed)
 
     @property

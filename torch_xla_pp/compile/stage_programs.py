@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile.bundles import Bundle
+from torch_xla_pp.compile.bundles import Bundle, bundles_of
 from torch_xla_pp.compile.group_sums.group_gradients import Grouping, group_gradients
 from torch_xla_pp.compile.joined_program import JoinedProgram, Scored
 from torch_xla_pp.compile.joint_graph import JointGraph
@@ -185,7 +185,9 @@ class StagePrograms:
             self.reduced_per_microbatch = group_gradients(joint, grouping)
             grouped = joint.parameter_grads.keys() - self.reduced_per_microbatch
             groups = dict.fromkeys(sorted(grouped), grouping.rows.size)
-        functions = partition_joint(joint, remat)
+        small = _small_sums(joint) if is_recycling else ()
+        unsummed = {role for bundle in small for role in bundle.shapes}
+        functions = partition_joint(joint, remat, unsummed)
         self._functions = functions
         self.output_template = joint.output_template
         self._constants = Constants(joint.constants)
@@ -200,9 +202,15 @@ class StagePrograms:
             fixed_shardings,
             self.summed.sums,
         )
-        count = len(input_shardings)
         specs = stage_specs(
-            functions, borders or Borders(), pins, count, rules, used, is_recycling
+            functions,
+            borders or Borders(),
+            pins,
+            len(input_shardings),
+            rules,
+            used,
+            is_recycling,
+            small,
         )
         self._specs = specs
         self.summed = self.summed._replace(bundles=tuple(specs.sums.values()))
@@ -444,6 +452,12 @@ class StagePrograms:
             for name, new in self._sum_names.items()
             if new in results
         }
+
+
+def _small_sums(joint: JointGraph) -> tuple[Bundle, ...]:
+    """Return the bundles of small sums of gradients, by role."""
+    looks = {role: grad.meta["val"] for role, grad in joint.parameter_grads.items()}
+    return bundles_of("sums", looks, looks)
 
 
 def _bytes_of(function: Function) -> int:

@@ -98,7 +98,7 @@ class StageSpecs:
     sums: Mapping[str, Bundle] = field(default_factory=dict)
 
     def bundling(
-        self, looks: Mapping[str, Tensor], roles: Collection[str]
+        self, looks: Mapping[str, Tensor], sums: Sequence[Bundle]
     ) -> "StageSpecs":
         """Return specs by which small values between the programs pass as one.
 
@@ -107,7 +107,7 @@ class StageSpecs:
 
         Args:
             looks: Name of what backwards read → a value of that shape and dtype.
-            roles: The parameters whose gradients are summed up.
+            sums: Small sums of gradients by role, to which the functions do not add.
         """
         bundles = [
             bundle
@@ -119,12 +119,16 @@ class StageSpecs:
                 looks,
             )
         ]
-        trained = {r: looks[accumulator(r)] for r in roles if accumulator(r) in looks}
-        sums = bundles_of("sums", trained, trained)
         before = {bundle.name: _renamed(bundle, accumulator) for bundle in sums}
-        bundles += before.values()
-        bundles += [_renamed(bundle, accumulated) for bundle in sums]
-        bundle_of = {name: bundle.name for bundle in bundles for name in bundle.shapes}
+        bundles += [
+            _renamed(bundle, accumulated)._replace(total=accumulator(bundle.name))
+            for bundle in sums
+        ]
+        bundle_of = {
+            name: bundle.name
+            for bundle in (*bundles, *before.values())
+            for name in bundle.shapes
+        }
 
         def bundled(names: Iterable[str]) -> frozenset[str]:
             return frozenset(bundle_of.get(name, name) for name in names)
@@ -190,6 +194,7 @@ def stage_specs(
     rules: Sequence[LoweringRule] = (),
     used: Mapping[str, xla_compat.OpSharding] | None = None,
     is_recycling: bool = False,
+    sums: Sequence[Bundle] = (),
 ) -> StageSpecs:
     """Return the table of a stage's programs.
 
@@ -202,6 +207,7 @@ def stage_specs(
         used: See `ProgramSpec`.
         is_recycling: Whether what one program saves for another takes the memory of
             what an earlier run has saved, and small values pass as one.
+        sums: See `StageSpecs.bundling`.
     """
     table = _Table(functions, borders, pins, num_inputs, rules, used or {})
     specs = table.specs()
@@ -211,7 +217,7 @@ def stage_specs(
     looks: dict[str, Tensor] = {}
     for reader in readers:
         looks |= {} if reader is None else looks_of(reader)
-    return specs.bundling(looks, functions.parameter_grads).recycling()
+    return specs.bundling(looks, sums).recycling()
 
 
 def _renamed(bundle: Bundle, name_of: Callable[[str], str]) -> Bundle:
