@@ -122,10 +122,10 @@ namespace xla_pp {
 #define XPP_SUM_FIELDS(X) X(rows) X(columns) X(is_of_columns)
 
 // The attributes of a softmax of rows: whether one of minus infinity alone gives zeros.
-#define XPP_SOFTMAX_FIELDS(X) X(rows) X(columns) X(is_safe)
+#define XPP_SOFTMAX_FIELDS(X) X(rows) X(columns) X(is_safe) X(is_log)
 
 // The attributes of its gradient.
-#define XPP_SOFTMAX_GRAD_FIELDS(X) X(rows) X(columns)
+#define XPP_SOFTMAX_GRAD_FIELDS(X) X(rows) X(columns) X(is_log)
 
 // The attributes of a layer norm of rows, by a factor and a shift if it has them.
 // `epsilon` has the bits of a float.

@@ -80,6 +80,29 @@ XPP_VECTORS void SoftmaxRows(const float* values, int64_t columns, bool is_safe,
   }
 }
 
+XPP_VECTORS void LogSoftmaxRows(const float* values, int64_t columns, Range rows,
+                                float* result) {
+  for (int64_t row = rows.begin; row < rows.begin + rows.size; ++row) {
+    const float* from = values + row * columns;
+    float* out = result + row * columns;
+    const float most = MaxOf(from, columns);
+    const auto power = [from, most](int64_t i) { return Exp(from[i] - most); };
+    const float log = std::log(SumOf(columns, power));
+    for (int64_t i = 0; i < columns; ++i) out[i] = (from[i] - most) - log;
+  }
+}
+
+XPP_VECTORS void LogSoftmaxGradRows(const float* grads, const float* outputs,
+                                    int64_t columns, Range rows, float* result) {
+  for (int64_t row = rows.begin; row < rows.begin + rows.size; ++row) {
+    const float* grad = grads + row * columns;
+    const float* output = outputs + row * columns;
+    float* out = result + row * columns;
+    const float sum = SumOf(columns, [grad](int64_t i) { return grad[i]; });
+    for (int64_t i = 0; i < columns; ++i) out[i] = grad[i] - Exp(output[i]) * sum;
+  }
+}
+
 XPP_VECTORS void SoftmaxGradRows(const float* grads, const float* outputs,
                                  int64_t columns, Range rows, float* result) {
   for (int64_t row = rows.begin; row < rows.begin + rows.size; ++row) {
@@ -209,21 +232,30 @@ ffi::Future Sum(ffi::ThreadPool pool, Values values, Result result, int64_t rows
 }
 
 ffi::Future Softmax(ffi::ThreadPool pool, Values values, Result result, int64_t rows,
-                    int64_t columns, int64_t is_safe) {
+                    int64_t columns, int64_t is_safe, int64_t is_log) {
   const float* from = values.typed_data();
   float* out = result->typed_data();
   return RunParts(pool, rows, 8 * rows * columns, [=](Range range) {
-    SoftmaxRows(from, columns, is_safe != 0, range, out);
+    if (is_log) {
+      LogSoftmaxRows(from, columns, range, out);
+    } else {
+      SoftmaxRows(from, columns, is_safe != 0, range, out);
+    }
   });
 }
 
 ffi::Future SoftmaxGrad(ffi::ThreadPool pool, Values grads, Values outputs,
-                        Result result, int64_t rows, int64_t columns) {
+                        Result result, int64_t rows, int64_t columns, int64_t is_log) {
   const float* grad = grads.typed_data();
   const float* output = outputs.typed_data();
   float* out = result->typed_data();
-  return RunParts(pool, rows, 2 * rows * columns, [=](Range range) {
-    SoftmaxGradRows(grad, output, columns, range, out);
+  const int64_t each = is_log ? 8 : 2;
+  return RunParts(pool, rows, each * rows * columns, [=](Range range) {
+    if (is_log) {
+      LogSoftmaxGradRows(grad, output, columns, range, out);
+    } else {
+      SoftmaxGradRows(grad, output, columns, range, out);
+    }
   });
 }
 
@@ -284,7 +316,8 @@ XLA_FFI_DEFINE_HANDLER(kSoftmax, Softmax,
                            .Ret<Values>()
                            .Attr<int64_t>("rows")
                            .Attr<int64_t>("columns")
-                           .Attr<int64_t>("is_safe"));
+                           .Attr<int64_t>("is_safe")
+                           .Attr<int64_t>("is_log"));
 
 XLA_FFI_DEFINE_HANDLER(kSoftmaxGrad, SoftmaxGrad,
                        ffi::Ffi::Bind()
@@ -293,7 +326,8 @@ XLA_FFI_DEFINE_HANDLER(kSoftmaxGrad, SoftmaxGrad,
                            .Arg<Values>()
                            .Ret<Values>()
                            .Attr<int64_t>("rows")
-                           .Attr<int64_t>("columns"));
+                           .Attr<int64_t>("columns")
+                           .Attr<int64_t>("is_log"));
 
 XLA_FFI_DEFINE_HANDLER(kNorm, NormOf,
                        ffi::Ffi::Bind()

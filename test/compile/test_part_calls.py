@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.functional import gelu, softmax
+from torch.nn.functional import gelu, log_softmax, softmax
 
 from torch_xla_pp import AxisRules, xla_compat
 from torch_xla_pp.compile import Function, Program, ProgramSpec, rules_of
@@ -106,6 +106,14 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[tuple[Tensor, Partition]], s
     "softmax along what is split": (lambda x: softmax(x, -1), [(X, LAST)], ""),
     "gradient of softmax": (
         lambda x, y: _aten._softmax_backward_data.default(x, y, -1, torch.float32),
+        [(X, FIRST), (Y, FIRST)],
+        "softmax_grad",
+    ),
+    "log softmax by rows": (lambda x: log_softmax(x, -1), [(X, SECOND)], "softmax"),
+    "gradient of log softmax": (
+        lambda x, y: _aten._log_softmax_backward_data.default(
+            x, -y.abs(), -1, torch.float32
+        ),
         [(X, FIRST), (Y, FIRST)],
         "softmax_grad",
     ),

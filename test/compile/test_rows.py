@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -129,24 +130,40 @@ def rows_of(length: int) -> Tensor:
     return x.reshape(3, 4, length)
 
 
+Softmax = Callable[[Tensor, int], Tensor]
+
+
+def along(function: Softmax, dim: int) -> Callable[[Tensor], tuple[Tensor]]:
+    return lambda x: (function(x, dim),)
+
+
+def with_grad(function: Softmax) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def backward(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        leaf = x.detach().requires_grad_()
+        output = function(leaf, -1)
+        (found,) = torch.autograd.grad(output, [leaf], [grad])
+        return output.detach(), found
+
+    return backward
+
+
 def softmaxes() -> None:
     xla_compat.enable_spmd()
     torch.manual_seed(0)
     for length in LENGTHS:
         x, grad = rows_of(length), torch.randn(3, 4, length)
 
-        def backward(x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-            leaf = x.detach().requires_grad_()
-            output = functional.softmax(leaf, -1)
-            return output.detach(), *torch.autograd.grad(output, [leaf], [grad])
-
-        check(lambda x: (functional.softmax(x, 2),), x, num_calls=1)
-        check(lambda x: (_safe_softmax(x, -1),), x, num_calls=1)
-        check(backward, x, grad, num_calls=2)
+        for function in (functional.softmax, functional.log_softmax):
+            check(along(function, 2), x, num_calls=1)
+        check(with_grad(functional.softmax), x, grad, num_calls=2)
+        # The sum of a row's gradients, some 50, is multiplied with e^x.
+        check(with_grad(functional.log_softmax), x, grad, num_calls=2, atol=1e-5)
+        check(along(_safe_softmax, -1), x, num_calls=1)
     # Of other dimensions and types, XLA makes it.
-    check(lambda x: (functional.softmax(x, 0),), x, num_calls=0)
-    check(lambda x: (functional.softmax(x.double(), -1),), x, num_calls=0)
-    check(lambda x: (functional.softmax(x[:0], -1),), x, num_calls=0)
+    for function in (functional.softmax, functional.log_softmax):
+        check(along(function, 0), x, num_calls=0)
+        check(along(function, -1), x.double(), num_calls=0)
+        check(along(function, -1), x[:0], num_calls=0)
 
 
 def test_softmax_and_its_gradient_are_those_of_eager(worlds: Worlds) -> None:

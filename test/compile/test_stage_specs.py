@@ -225,6 +225,4 @@ def test_programs_add_small_gradients_to_their_sums_together() -> None:
     assert program.donated == {"sum:small:sums"}
     assert "sum:small:sums" not in specs.kept
     (before,) = specs.sums.values()
-    assert before == Bundle(
-        "sum:small:sums", {"sum:param:a": (2,), "sum:param:b": ()}
-    )
+    assert before == Bundle("sum:small:sums", {"sum:param:a": (2,), "sum:param:b": ()})

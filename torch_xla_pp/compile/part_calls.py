@@ -34,7 +34,9 @@ _BY_ELEMENT = (_aten.gelu.default, _aten.gelu_backward.default)
 _SOFTMAX: Mapping[Any, int] = {
     _aten._softmax.default: 1,
     _aten._safe_softmax.default: 1,
+    _aten._log_softmax.default: 1,
     _aten._softmax_backward_data.default: 2,
+    _aten._log_softmax_backward_data.default: 2,
 }
 
 

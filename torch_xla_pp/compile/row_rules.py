@@ -15,6 +15,15 @@ from torch_xla_pp.compile.ops import wrapped
 from torch_xla_pp.cpu import fits_own_ops, softmax, softmax_grad, total
 
 _aten = torch.ops.aten
+_SOFTMAX = (
+    _aten._softmax.default,
+    _aten._safe_softmax.default,
+    _aten._log_softmax.default,
+)
+_SOFTMAX_GRADS = (
+    _aten._softmax_backward_data.default,
+    _aten._log_softmax_backward_data.default,
+)
 # XLA makes one loop of shorter sums, which it joins with what is around.
 _MOST_OF_XLA = 32
 
@@ -22,7 +31,7 @@ _MOST_OF_XLA = 32
 def run_on_rows(
     node: fx.Node, values: Mapping[fx.Node, Any], _: object, /
 ) -> Tensor | None:
-    """Run sums, means, softmax and its gradient of float32 values."""
+    """Run sums, means, softmax, its logarithm and their gradients of float32 values."""
     args: Any = node.args
     match node.target:
         case _aten.sum.dim_IntList | _aten.mean.dim if not node.kwargs:
@@ -30,17 +39,19 @@ def run_on_rows(
             if sums is None or node.target is _aten.sum.dim_IntList:
                 return sums
             return sums.div(_count(values[args[0]], args[1]))
-        case _aten._softmax.default | _aten._safe_softmax.default if not node.kwargs:
+        case kind if kind in _SOFTMAX and not node.kwargs:
             value = values[args[0]]
-            is_safe = node.target is _aten._safe_softmax.default
+            is_safe = kind is _aten._safe_softmax.default
+            is_log = kind is _aten._log_softmax.default
             # The third argument asks for another dtype.
             is_plain = len(args) < 3 or not args[2]
             if is_plain and _is_along_rows(value, args[1]):
-                return softmax(value, is_safe=is_safe)
-        case _aten._softmax_backward_data.default:
+                return softmax(value, is_safe=is_safe, is_log=is_log)
+        case kind if kind in _SOFTMAX_GRADS:
             grad, output = values[args[0]], values[args[1]]
+            is_log = kind is _aten._log_softmax_backward_data.default
             if args[3] == grad.dtype and _is_along_rows(grad, args[2]):
-                return softmax_grad(grad, output)
+                return softmax_grad(grad, output, is_log=is_log)
     return None
 
 

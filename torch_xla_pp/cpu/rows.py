@@ -31,20 +31,28 @@ def total(value: Tensor, count: int, *, is_of_columns: bool) -> Tensor:
     return call_handler("sum", [value], [[others]], fields)[0]
 
 
-def softmax(value: Tensor, *, is_safe: bool) -> Tensor:
+def softmax(value: Tensor, *, is_safe: bool, is_log: bool = False) -> Tensor:
     """Return the softmax of a float32 value along its last dimension.
 
     Args:
         value: The value, not empty.
         is_safe: Whether a row of minus infinity alone gives zeros; else it gives NaN.
+        is_log: Whether to return its logarithm, where such a row gives NaN.
     """
-    fields = {**_rows_of(value), "is_safe": int(is_safe)}
+    fields = {**_rows_of(value), "is_safe": int(is_safe), "is_log": int(is_log)}
     return call_handler("softmax", [value], [value.shape], fields)[0]
 
 
-def softmax_grad(grad: Tensor, output: Tensor) -> Tensor:
-    """Return the gradient of the input of a softmax, from that of its output."""
-    return call_handler("softmax_grad", [grad, output], [grad.shape], _rows_of(grad))[0]
+def softmax_grad(grad: Tensor, output: Tensor, *, is_log: bool = False) -> Tensor:
+    """Return the gradient of the input of a softmax, from that of its output.
+
+    Args:
+        grad: The gradient of the output.
+        output: The output.
+        is_log: Whether it is the logarithm.
+    """
+    fields = {**_rows_of(grad), "is_log": int(is_log)}
+    return call_handler("softmax_grad", [grad, output], [grad.shape], fields)[0]
 
 
 def norm(

@@ -93,8 +93,8 @@ PRODUCT_FIELDS = (
     "is_right_turned",
 )
 SUM_FIELDS = ("rows", "columns", "is_of_columns")
-SOFTMAX_FIELDS = ("rows", "columns", "is_safe")
-SOFTMAX_GRAD_FIELDS = ("rows", "columns")
+SOFTMAX_FIELDS = ("rows", "columns", "is_safe", "is_log")
+SOFTMAX_GRAD_FIELDS = ("rows", "columns", "is_log")
 NORM_FIELDS = ("rows", "columns", "epsilon", "has_factor", "has_shift")
 NORM_GRAD_FIELDS = ("rows", "columns", "has_factor")
 NORM_FACTOR_GRAD_FIELDS = ("rows", "columns")
