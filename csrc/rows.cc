@@ -92,6 +92,7 @@ XPP_VECTORS void LogSoftmaxRows(const float* values, int64_t columns, Range rows
   }
 }
 
+// The result may take the memory of the gradients.
 XPP_VECTORS void LogSoftmaxGradRows(const float* grads, const float* outputs,
                                     int64_t columns, Range rows, float* result) {
   for (int64_t row = rows.begin; row < rows.begin + rows.size; ++row) {
@@ -99,6 +100,7 @@ XPP_VECTORS void LogSoftmaxGradRows(const float* grads, const float* outputs,
     const float* output = outputs + row * columns;
     float* out = result + row * columns;
     const float sum = SumOf(columns, [grad](int64_t i) { return grad[i]; });
+#pragma GCC ivdep
     for (int64_t i = 0; i < columns; ++i) out[i] = grad[i] - Exp(output[i]) * sum;
   }
 }
@@ -244,7 +246,7 @@ ffi::Future Softmax(ffi::ThreadPool pool, Values values, Result result, int64_t 
   });
 }
 
-ffi::Future SoftmaxGrad(ffi::ThreadPool pool, Values grads, Values outputs,
+ffi::Future SoftmaxGrad(ffi::ThreadPool pool, Values outputs, Values grads,
                         Result result, int64_t rows, int64_t columns, int64_t is_log) {
   const float* grad = grads.typed_data();
   const float* output = outputs.typed_data();

@@ -47,12 +47,16 @@ def softmax_grad(grad: Tensor, output: Tensor, *, is_log: bool = False) -> Tenso
     """Return the gradient of the input of a softmax, from that of its output.
 
     Args:
-        grad: The gradient of the output.
+        grad: The gradient of the output. For the logarithm the result takes its memory:
+            that is of logits, which may be the largest values of all.
         output: The output.
         is_log: Whether it is the logarithm.
     """
     fields = {**_rows_of(grad), "is_log": int(is_log)}
-    return call_handler("softmax_grad", [grad, output], [grad.shape], fields)[0]
+    (result,) = call_handler(
+        "softmax_grad", [output, grad], [grad.shape], fields, is_in_place=is_log
+    )
+    return result
 
 
 def norm(
