@@ -29,6 +29,7 @@ namespace xla_pp {
   X(kGelu, gelu)                       \
   X(kGeluGrad, gelu_grad)              \
   X(kCopy, copy)                       \
+  X(kSplit, split)                     \
   X(kAttention, attention)             \
   X(kAttentionGrad, attention_grad)    \
   X(kPause, pause)

@@ -340,6 +340,7 @@ XLA_FFI_Handler* const kHandlers[] = {kSend,
                                       GeluHandler(),
                                       GeluGradHandler(),
                                       CopyHandler(),
+                                      SplitHandler(),
                                       AttentionHandler(),
                                       AttentionGradHandler(),
                                       PauseHandler()};

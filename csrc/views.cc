@@ -1,5 +1,6 @@
-// The op that copies a view of a value, times a factor, into the order of rows: XLA:CPU
-// compiles a loop for each use of such a copy.
+// Copy: a view of a value, times a factor, in the order of rows. Split: a value → its
+// pieces, which lie one behind the other. XLA:CPU compiles a loop for each use of such
+// a copy and for each piece.
 
 #include "views.h"
 
@@ -104,8 +105,24 @@ XLA_FFI_DEFINE_HANDLER(kCopy, Copy,
                            .Attr<int64_t>("stride_2")
                            .Attr<int64_t>("stride_3"));
 
+// The attributes are the sizes of the pieces, which the results have, too.
+ffi::Error Split(Values values, ffi::RemainingRets pieces, ffi::Dictionary) {
+  const float* from = values.typed_data();
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const auto piece = *pieces.get<Values>(i).value();
+    std::copy_n(from, piece.element_count(), piece.typed_data());
+    from += piece.element_count();
+  }
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER(kSplit, Split,
+                       ffi::Ffi::Bind().Arg<Values>().RemainingRets().Attrs());
+
 }  // namespace
 
 XLA_FFI_Handler* CopyHandler() { return kCopy; }
+
+XLA_FFI_Handler* SplitHandler() { return kSplit; }
 
 }  // namespace xla_pp

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from torch_xla_pp.compile.names import bundle_name
 from torch_xla_pp.compile.partition import Function
-from torch_xla_pp.cpu import copied_view, fits_own_ops, has_own_ops
+from torch_xla_pp.cpu import fits_own_ops, has_own_ops, split
 
 _MOST_BYTES = 1 << 16
 
@@ -42,21 +42,16 @@ class Bundle(NamedTuple):
     def parts(self, whole: Tensor) -> dict[str, Tensor]:
         """Return the small values of a flat one, by name.
 
-        XLA compiles a loop for each of them, so they are copied by calls where programs
-        have these.
+        XLA compiles a loop for each of them, so they are copied by one call where
+        programs have these.
         """
-        parts = self._views(whole)
-        if whole.device.type == "xla" and fits_own_ops(whole) and has_own_ops():
-            views = self._views(torch.empty(whole.shape, device="meta"))
-            for name, view in views.items():
-                copy = copied_view(whole, view, 1) if view.numel() else None
-                parts[name] = parts[name] if copy is None else copy
-        return parts
-
-    def _views(self, whole: Tensor) -> dict[str, Tensor]:
         sizes = [math.prod(shape) for shape in self.shapes.values()]
-        parts = zip(self.shapes.items(), torch.split(whole, sizes), strict=True)
-        return {name: part.view(shape) for (name, shape), part in parts}
+        views = zip(self.shapes.items(), torch.split(whole, sizes), strict=True)
+        parts = {name: part.view(shape) for (name, shape), part in views}
+        if whole.device.type == "xla" and fits_own_ops(whole) and has_own_ops():
+            shapes = {name: one for name, one in self.shapes.items() if math.prod(one)}
+            parts |= zip(shapes, split(whole, shapes.values()), strict=True)
+        return parts
 
 
 def bundles_of(

@@ -61,7 +61,7 @@ from torch_xla_pp.cpu.rows import (
     softmax_grad,
     total,
 )
-from torch_xla_pp.cpu.views import copied_view
+from torch_xla_pp.cpu.views import copied_view, split
 
 __all__ = [
     "Addend",
@@ -100,6 +100,7 @@ __all__ = [
     "prepare_client",
     "softmax",
     "softmax_grad",
+    "split",
     "starting",
     "total",
 ]

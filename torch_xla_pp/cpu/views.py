@@ -5,6 +5,9 @@ as attention does of its heads, XLA makes one loop for the product, another for 
 saved of it, and often a third one that turns it. Here it is one call of `csrc/`.
 """
 
+import math
+from collections.abc import Collection, Sequence
+
 from torch import Tensor
 
 from torch_xla_pp.cpu.handlers import bits_of, call_handler
@@ -32,6 +35,17 @@ def copied_view(value: Tensor, view: Tensor, factor: float) -> Tensor | None:
     fields |= {f"size_{i}": size for i, (size, _) in enumerate(dims)}
     fields |= {f"stride_{i}": stride for i, (_, stride) in enumerate(dims)}
     return call_handler("copy", [value], [view.shape], fields)[0]
+
+
+def split(value: Tensor, shapes: Collection[Sequence[int]]) -> list[Tensor]:
+    """Copy a float32 value's pieces, which lie one behind the other.
+
+    Args:
+        value: The value, flat.
+        shapes: Those of the pieces, none of them empty.
+    """
+    fields = {f"size_{i}": math.prod(shape) for i, shape in enumerate(shapes)}
+    return call_handler("split", [value], [*shapes], fields)
 
 
 def _merged(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:

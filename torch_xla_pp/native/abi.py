@@ -28,6 +28,7 @@ Op = Literal[
     "gelu",
     "gelu_grad",
     "copy",
+    "split",
     "attention",
     "attention_grad",
     "pause",
