@@ -122,7 +122,8 @@ namespace xla_pp {
 // The attributes of a sum: of each row, or of each column.
 #define XPP_SUM_FIELDS(X) X(rows) X(columns) X(is_of_columns)
 
-// The attributes of a softmax of rows: whether one of minus infinity alone gives zeros.
+// The attributes of a softmax of rows: whether one of minus infinity alone gives zeros,
+// and whether the result is the logarithm.
 #define XPP_SOFTMAX_FIELDS(X) X(rows) X(columns) X(is_safe) X(is_log)
 
 // The attributes of its gradient.

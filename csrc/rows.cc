@@ -100,7 +100,6 @@ XPP_VECTORS void LogSoftmaxGradRows(const float* grads, const float* outputs,
     const float* output = outputs + row * columns;
     float* out = result + row * columns;
     const float sum = SumOf(columns, [grad](int64_t i) { return grad[i]; });
-#pragma GCC ivdep
     for (int64_t i = 0; i < columns; ++i) out[i] = grad[i] - Exp(output[i]) * sum;
   }
 }

@@ -1,4 +1,4 @@
-// Copies of views of values, and of their pieces.
+// Copies of views and of pieces of values.
 #pragma once
 
 #include "xla/ffi/api/c_api.h"
