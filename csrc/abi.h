@@ -134,7 +134,7 @@ namespace xla_pp {
 #define XPP_NORM_FIELDS(X) X(rows) X(columns) X(epsilon) X(has_factor) X(has_shift)
 
 // The attributes of the gradient of its input.
-#define XPP_NORM_GRAD_FIELDS(X) X(rows) X(columns) X(has_factor)
+#define XPP_NORM_GRAD_FIELDS(X) X(rows) X(columns) X(has_factor) X(has_added)
 
 // The attributes of the gradient of its factor.
 #define XPP_NORM_FACTOR_GRAD_FIELDS(X) X(rows) X(columns)

@@ -3,7 +3,8 @@
 // Product: two matrices of floats → their product, all flat and in the order of rows;
 // or a batch of each, one after the other. Sum: likewise, and a sum → the sum and the
 // product together, in the sum's memory. Biased: two matrices, and a number for each
-// column of the result, which is added to it.
+// column of the result, which is added to it; and so is a value like the result, if
+// there is one behind them.
 //
 // The attributes give the number of products, their sides and which factors are stored
 // transposed.
@@ -41,18 +42,32 @@ ProductFields FieldsOf(ffi::Dictionary attributes) {
   return fields;
 }
 
-XPP_VECTORS void AddToRows(const float* bias, int64_t rows, int64_t columns,
-                           int64_t step, float* result) {
-  for (int64_t row = 0; row < rows; ++row, result += step) {
-    for (int64_t i = 0; i < columns; ++i) result[i] += bias[i];
+// What a product is added to: numbers for the columns of a matrix, and a matrix like
+// the result. Those that are missing are null.
+struct Start {
+  const float* bias = nullptr;
+  const float* added = nullptr;
+};
+
+// Writes the start into rows that are `step` numbers apart.
+XPP_VECTORS void Fill(const Start& start, int64_t rows, int64_t columns, int64_t step,
+                      float* result) {
+  const auto [bias, added] = start;
+  for (int64_t row = 0; row < rows; ++row) {
+    float* out = result + row * step;
+    if (added) {
+      const float* from = added + row * step;
+      for (int64_t i = 0; i < columns; ++i) out[i] = from[i] + bias[i];
+    } else {
+      for (int64_t i = 0; i < columns; ++i) out[i] = bias[i];
+    }
   }
 }
 
-// Adds the product to `kept` times the result, and a bias to each row of a matrix if it
-// is not null. Cuts the batch, or the longer side of the result.
+// Adds the product to `kept` times the result, or to a start that has a bias. Cuts the
+// batch, or the longer side of the result.
 ffi::Future Compute(ffi::ThreadPool pool, const ProductFields& fields, Floats left,
-                    Floats right, float* result, float kept,
-                    const float* bias = nullptr) {
+                    Floats right, float* result, float kept, Start start = {}) {
   const auto [batch, rows, depth, columns, is_left_turned, is_right_turned] = fields;
   const Factor first{left.typed_data(), is_left_turned ? rows : depth,
                      is_left_turned != 0};
@@ -63,7 +78,7 @@ ffi::Future Compute(ffi::ThreadPool pool, const ProductFields& fields, Floats le
   return RunParts(pool, length, batch * rows * depth * columns, [=](Range part) {
     Product product = whole;
     float* out = result;
-    const float* own_bias = bias;
+    Start own = start;
     if (batch > 1) {
       for (int64_t i = part.begin; i < part.begin + part.size; ++i) {
         product.left.data = first.data + i * rows * depth;
@@ -76,14 +91,16 @@ ffi::Future Compute(ffi::ThreadPool pool, const ProductFields& fields, Floats le
       product.left = From(first, part.begin, 0);
       product.rows = part.size;
       out += part.begin * columns;
+      if (own.added) own.added += part.begin * columns;
     } else {
       product.right = From(second, 0, part.begin);
       product.columns = part.size;
       out += part.begin;
-      if (bias) own_bias += part.begin;
+      if (own.bias) own.bias += part.begin;
+      if (own.added) own.added += part.begin;
     }
+    if (own.bias) Fill(own, product.rows, product.columns, columns, out);
     Multiply(product, out, columns);
-    if (bias) AddToRows(own_bias, product.rows, product.columns, columns, out);
   });
 }
 
@@ -103,9 +120,11 @@ ffi::Future RunSum(ffi::ThreadPool pool, Floats left, Floats right, Floats sum,
 }
 
 ffi::Future RunBias(ffi::ThreadPool pool, Floats left, Floats right, Floats bias,
-                    ffi::ResultBuffer<ffi::F32> result, ffi::Dictionary attributes) {
-  return Compute(pool, FieldsOf(attributes), left, right, result->typed_data(), 0,
-                 bias.typed_data());
+                    ffi::RemainingArgs others, ffi::ResultBuffer<ffi::F32> result,
+                    ffi::Dictionary attributes) {
+  const float* added = others.size() ? others.get<Floats>(0)->typed_data() : nullptr;
+  return Compute(pool, FieldsOf(attributes), left, right, result->typed_data(), 1,
+                 {bias.typed_data(), added});
 }
 
 // Two factors; a sum or a bias may be behind them.
@@ -118,7 +137,7 @@ XLA_FFI_DEFINE_HANDLER(kRun, Run, Factors().Ret<Floats>().Attrs());
 XLA_FFI_DEFINE_HANDLER(kRunSum, RunSum, Factors().Arg<Floats>().Ret<Floats>().Attrs());
 
 XLA_FFI_DEFINE_HANDLER(kRunBias, RunBias,
-                       Factors().Arg<Floats>().Ret<Floats>().Attrs());
+                       Factors().Arg<Floats>().RemainingArgs().Ret<Floats>().Attrs());
 
 }  // namespace
 

@@ -164,21 +164,24 @@ XPP_VECTORS void NormRows(const Norm& norm, Range rows, float* y, float* means,
   }
 }
 
-// What the gradients of a layer norm are made of.
+// What the gradients of a layer norm are made of, and what is added to that of its
+// input. Without a factor or such a value these are null.
 struct NormGrad {
   const float* grad;
   const float* x;
   const float* means;
   const float* scales;
   const float* factor;
+  const float* added;
   int64_t columns;
 };
 
-template <bool has_factor>
+template <bool has_factor, bool has_added>
 XPP_INLINE void NormGradRow(const NormGrad& of, int64_t row, float* out) {
   const float* grad = of.grad + row * of.columns;
   const float* x = of.x + row * of.columns;
   const float* factor = of.factor;
+  const float* added = of.added + (has_added ? row * of.columns : 0);
   const float mean = of.means[row], scale = of.scales[row];
   const float count = static_cast<float>(of.columns);
   const auto scaled = [grad, factor](int64_t i) {
@@ -189,17 +192,22 @@ XPP_INLINE void NormGradRow(const NormGrad& of, int64_t row, float* out) {
   const float along =
       SumOf(of.columns, [=](int64_t i) { return scaled(i) * normal(i); }) / count;
   for (int64_t i = 0; i < of.columns; ++i) {
-    out[i] = (scaled(i) - middle - normal(i) * along) * scale;
+    const float value = (scaled(i) - middle - normal(i) * along) * scale;
+    out[i] = has_added ? added[i] + value : value;
   }
 }
 
 XPP_VECTORS void NormGradRows(const NormGrad& of, Range rows, float* result) {
   for (int64_t row = rows.begin; row < rows.begin + rows.size; ++row) {
     float* out = result + row * of.columns;
-    if (of.factor) {
-      NormGradRow<true>(of, row, out);
+    if (of.factor && of.added) {
+      NormGradRow<true, true>(of, row, out);
+    } else if (of.factor) {
+      NormGradRow<true, false>(of, row, out);
+    } else if (of.added) {
+      NormGradRow<false, true>(of, row, out);
     } else {
-      NormGradRow<false>(of, row, out);
+      NormGradRow<false, false>(of, row, out);
     }
   }
 }
@@ -279,12 +287,17 @@ ffi::Future NormOf(ffi::ThreadPool pool, Values x, ffi::RemainingArgs others, Re
 
 ffi::Future NormGradOf(ffi::ThreadPool pool, Values grad, Values x, Values means,
                        Values scales, ffi::RemainingArgs others, Result result,
-                       int64_t rows, int64_t columns, int64_t has_factor) {
+                       int64_t rows, int64_t columns, int64_t has_factor,
+                       int64_t has_added) {
+  const auto other = [&others](int64_t place) {
+    return others.get<Values>(place)->typed_data();
+  };
   const NormGrad of{grad.typed_data(),
                     x.typed_data(),
                     means.typed_data(),
                     scales.typed_data(),
-                    has_factor ? others.get<Values>(0)->typed_data() : nullptr,
+                    has_factor ? other(0) : nullptr,
+                    has_added ? other(has_factor) : nullptr,
                     columns};
   float* out = result->typed_data();
   return RunParts(pool, rows, 8 * rows * columns,
@@ -294,8 +307,13 @@ ffi::Future NormGradOf(ffi::ThreadPool pool, Values grad, Values x, Values means
 ffi::Future NormFactorGradOf(ffi::ThreadPool pool, Values grad, Values x, Values means,
                              Values scales, Result result, int64_t rows,
                              int64_t columns) {
-  const NormGrad of{grad.typed_data(),   x.typed_data(), means.typed_data(),
-                    scales.typed_data(), nullptr,        columns};
+  const NormGrad of{grad.typed_data(),
+                    x.typed_data(),
+                    means.typed_data(),
+                    scales.typed_data(),
+                    nullptr,
+                    nullptr,
+                    columns};
   float* out = result->typed_data();
   return RunParts(pool, columns, 4 * rows * columns,
                   [=](Range range) { NormFactorGradColumns(of, rows, range, out); });
@@ -360,7 +378,8 @@ XLA_FFI_DEFINE_HANDLER(kNormGrad, NormGradOf,
                            .Ret<Values>()
                            .Attr<int64_t>("rows")
                            .Attr<int64_t>("columns")
-                           .Attr<int64_t>("has_factor"));
+                           .Attr<int64_t>("has_factor")
+                           .Attr<int64_t>("has_added"));
 
 XLA_FFI_DEFINE_HANDLER(
     kNormFactorGrad, NormFactorGradOf,

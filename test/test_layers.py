@@ -11,7 +11,7 @@ pytestmark = pytest.mark.pure
 PACKAGE = "torch_xla_pp"
 ROOT = Path(__file__).parent.parent / PACKAGE
 LAYERS = (
-    ("errors", "env", "text", "record", "phases", "local_job", "protobuf"),
+    ("errors", "env", "text", "record", "phases", "collector", "local_job", "protobuf"),
     ("work", "mesh", "schedule", "timeline", "xla_compat", "dump", "accelerators"),
     ("hlo", "native", "advice"),
     ("cpu", "deferred", "transport"),
@@ -35,7 +35,16 @@ LAYER_OF = {name: i for i, names in enumerate(LAYERS) for name in names}
 PURE = {"work", "mesh", "hlo", "graph", "plan", "schedule", "timeline", "simulate"}
 PURE |= {"planner"}
 # These do not even need torch.
-PLAIN = {"record", "phases", "work", "schedule", "timeline", "simulate", "planner"}
+PLAIN = {
+    "record",
+    "phases",
+    "collector",
+    "work",
+    "schedule",
+    "timeline",
+    "simulate",
+    "planner",
+}
 PLAIN |= {"accelerators", "advice"}
 EFFECTS = ("torch_xla", "_XLAC", "torch.distributed")
 XLA_PRIVATE = "xla_compat.py"

@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch.distributed.pipelining import SplitPoint
 from torch.utils import _pytree as pytree
 
+from torch_xla_pp.collector import sparing_old_objects
 from torch_xla_pp.compile import Remat
 from torch_xla_pp.deferred import (
     back_to_meta,
@@ -308,6 +309,7 @@ class _Cuts:
             )
 
 
+@sparing_old_objects()
 def pipeline(
     module: nn.Module,
     mb_args: tuple[Any, ...],

@@ -7,10 +7,13 @@ import pytest
 import torch
 from compile.own_calls import check
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from torch_xla_pp import xla_compat
+from torch_xla_pp.compile import library_rules
 from torch_xla_pp.compile.layer_norm import layer_norm
+from torch_xla_pp.compile.lowering import Lowering
 from torch_xla_pp.testing import Worlds
 
 pytestmark = pytest.mark.worlds
@@ -75,6 +78,48 @@ def norms() -> None:
 
 def test_layer_norms_and_their_gradients_are_those_of_eager(worlds: Worlds) -> None:
     worlds.run(norms, ranks=1, devices=1)
+
+
+def beside(x: Tensor, factor: Tensor, shift: Tensor, grad: Tensor) -> tuple[Tensor]:
+    """Return the gradient of an input that is also read beside the layer norm."""
+    x = x.detach().requires_grad_()
+    y = x + torch.sin(layer_norm(x, x.shape[-1:], factor, shift))
+    return torch.autograd.grad(y, [x], grad)
+
+
+def beside_without_factor(x: Tensor, grad: Tensor) -> tuple[Tensor]:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(layer_norm(x, x.shape[-1:]) * x, [x], grad)
+
+
+def read_twice(x: Tensor, other: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradient of a layer norm, and its sum with another value."""
+    x = x.detach().requires_grad_()
+    (own,) = torch.autograd.grad(layer_norm(x, x.shape[-1:]), [x], grad)
+    return own, own + other
+
+
+def sums() -> None:
+    xla_compat.enable_spmd()
+    torch.manual_seed(0)
+    for shape in ((40, 48), (2, 3, 33)):
+        x, grad = torch.randn(shape), torch.randn(shape)
+        factor, shift = torch.randn(shape[-1:]), torch.randn(shape[-1:])
+        for call, args, num_adds in (
+            (beside, (x, factor, shift, grad), 0),
+            (beside_without_factor, (x, grad), 0),
+            (read_twice, (x, shift, grad), 1),
+            (read_twice, (x, grad, grad), 1),
+        ):
+            check(call, *args, num_calls=2)
+            device = [value.to(xla_compat.device()) for value in args]
+            lowering = Lowering(make_fx(call)(*args), "test", library_rules())
+            text = xla_compat.hlo_text(list(lowering.run(*device)))
+            assert text.count(" add(") == num_adds, text
+
+
+def test_the_gradient_of_a_norm_is_added_to_that_beside_it(worlds: Worlds) -> None:
+    worlds.run(sums, ranks=1, devices=1)
 
 
 def own_norm(x: Tensor, gate: Tensor) -> Tensor:

@@ -308,6 +308,67 @@ def check_biased_products() -> None:
         assert biased_calls(other[0], (x, y, bias)) == 0
 
 
+def beside(
+    call: Any, x: Tensor, weight: Tensor, bias: Tensor, other: Tensor
+) -> tuple[Tensor]:
+    """Add a linear layer to what is beside it, as a transformer does."""
+    (y,) = call(x, weight, bias)
+    return (other + y,)
+
+
+def before(
+    call: Any, x: Tensor, weight: Tensor, bias: Tensor, other: Tensor
+) -> tuple[Tensor]:
+    """Add what is read once more to a linear layer."""
+    (y,) = call(x, weight, bias)
+    return ((y + other) * other,)
+
+
+def without_bias(x: Tensor, weight: Tensor, _: Tensor, other: Tensor) -> tuple[Tensor]:
+    return (other + nn.functional.linear(x, weight),)
+
+
+def sums_beside(name: str) -> None:
+    with products_of(name):
+        check_sums_beside()
+
+
+def check_sums_beside() -> None:
+    torch.manual_seed(0)
+    for rows, depth, columns in SIDES:
+        x, weight = torch.randn(rows, depth), torch.randn(columns, depth)
+        bias, other = torch.randn(columns), torch.randn(rows, columns)
+        for lead in ((rows,), (1, rows)):
+            args = x.reshape(*lead, depth), weight, bias, other.reshape(*lead, columns)
+            for own in (linear, linear_of_rows):
+                for run in (beside, before):
+                    call = functools.partial(run, own)
+                    check(call, *args, num_calls=0)
+                    assert biased_calls(call, args) == 1
+            check(without_bias, *args, num_calls=0)
+            assert own_sums(make_fx(without_bias)(*args), args) == 1
+    x, weight, bias = torch.randn(4, 6), torch.randn(5, 6), torch.randn(5)
+    for call, shape, num_biased in (
+        # What is no value like the product.
+        (beside, (5,), 1),
+        (beside, (4, 1), 1),
+        (beside, (3, 4, 5), 1),
+        # The linear layer is read twice.
+        (lambda *args: (beside(linear, *args)[0] * linear(*args[:3])[0],), (4, 5), 2),
+    ):
+        run = functools.partial(call, linear) if call is beside else call
+        args = x, weight, bias, torch.randn(shape)
+        check(run, *args, num_calls=0)
+        assert biased_calls(run, args) == num_biased
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_linear_layer_is_added_to_what_is_beside_it(
+    worlds: Worlds, name: str
+) -> None:
+    worlds.run(sums_beside, ranks=1, devices=1, args=(name,), keep_workers=True)
+
+
 def biased_calls(call: Any, args: Sequence[Tensor]) -> int:
     """Count the products with a bias in the graph of a function."""
     text = hlo_text(make_fx(call)(*args), args)
@@ -334,8 +395,12 @@ def check_others_of_sums(total: Tensor, x: Tensor, y: Tensor) -> None:
     square = torch.randn(64, 64)
     check(lambda a: (a + a @ a,), square, num_calls=0)
     check(lambda a: (a + a @ a.t(),), square, num_calls=0)
+    check(lambda a, x, y: (a * 2 + x @ y,), total, x, y, num_calls=0)
+    check(lambda a, x, y: (x @ y + a.exp(),), total, x, y, num_calls=0)
+    # One of two products is added to the other.
+    check(lambda a, x, y: (x @ y + x.exp() @ y,), total, x, y, num_calls=1)
+    check(lambda a, x, y: ((p := x @ y) + p,), total, x, y, num_calls=1)
     # XLA adds these.
-    check(lambda a, x, y: (a * 2 + x @ y,), total, x, y, num_calls=1)
     check(lambda a, x, y: (a[0] + x @ y,), total, x, y, num_calls=1)
     check(lambda a, x, y: (a + x @ y,), total[:1], x, y, num_calls=1)
     check(lambda a, x, y: (torch.add(a, x @ y, alpha=2),), total, x, y, num_calls=1)

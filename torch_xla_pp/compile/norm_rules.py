@@ -31,7 +31,10 @@ def run_norms(
     if node.target is _MEAN:
         return _norm(node, values, notes)
     if node.target is _MUL:
-        return _input_grad(node, values)
+        grad = _input_grad(node, values)
+        return None if grad is None else norm_grad(*grad)
+    if node.target is _ADD:
+        return _added_grad(node, values)
     if node.target is _aten.sum.dim_IntList:
         return _factor_grad(node, values)
     return None
@@ -120,8 +123,34 @@ def _is_of_rows(shape: torch.Size, whole: torch.Size) -> bool:
     return any(tuple(shape) == one for one in kept)
 
 
-def _input_grad(node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor | None:
-    """Run the gradient of the input, if a product is its last operation.
+class _InputGrad(NamedTuple):
+    """The gradient of the input of a layer norm, as `norm_grad` takes it."""
+
+    grad: Tensor
+    x: Tensor
+    mean: Tensor
+    scale: Tensor
+    factor: Tensor | None
+
+
+def _added_grad(node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor | None:
+    """Add the gradient of a norm's input to that of what is beside the norm."""
+    operands = _operands(node, _ADD)
+    for other, term in (operands, operands[::-1]) if operands else ():
+        if not isinstance(other, fx.Node) or not fits_own_ops(values[other]):
+            continue
+        grad = _input_grad(term, values) if _is_read_by(term, node) else None
+        if grad is not None and values[other].shape == grad.x.shape:
+            return norm_grad(*grad, values[other])
+    return None
+
+
+def _is_read_by(node: Any, reader: fx.Node) -> bool:
+    return isinstance(node, fx.Node) and [*node.users] == [reader]
+
+
+def _input_grad(node: fx.Node, values: Mapping[fx.Node, Any]) -> _InputGrad | None:
+    """Return the gradient of the input, if a product is its last operation.
 
     (scaled - mean of scaled - normal * mean of scaled * normal) * scale
     """
@@ -155,8 +184,8 @@ def _input_grad(node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor | None:
         )
         count = x.numel() // mean.numel()
         if is_factor and factor.numel() == count and grad.shape == x.shape:
-            return norm_grad(grad, x, mean, scale, factor)
-    return norm_grad(values[scaled], x, mean, scale, None)
+            return _InputGrad(grad, x, mean, scale, factor)
+    return _InputGrad(values[scaled], x, mean, scale, None)
 
 
 def _factor_grad(node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor | None:

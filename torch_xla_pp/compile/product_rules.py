@@ -35,20 +35,22 @@ from torch_xla_pp.mesh import LogicalAxes, Partition
 _aten = torch.ops.aten
 _MERGES = views("view")
 _PRODUCTS = (_aten.mm.default, _aten.bmm.default)
+_BIASED = (_aten.mm.default, _aten.addmm.default)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LibraryProducts:
     """The rule by which a library multiplies matrices.
 
-    A bias is added by the same call. A product that is added to an input goes into the
-    memory of that one: so a backward adds up gradients of weights, whose sums are
-    donated to it.
+    A bias is added by the same call, and so is what the sum is added to, such as the
+    input of a layer. A product that is added to an input goes into the memory of that
+    one: so a backward adds up gradients of weights, whose sums are donated to it.
 
     Args:
         multiply: Takes two matrices, or batches of them, as they are stored and whether
             each is transposed; returns None for what it cannot multiply.
-        multiply_biased: Likewise, with a bias of the product's columns before them.
+        multiply_biased: Likewise, with a bias of the product's columns before them, and
+            what else is added behind them.
         add_product: Likewise, with a value before them to which it adds the product.
     """
 
@@ -73,22 +75,38 @@ class LibraryProducts:
         if node.target is _aten.add.Tensor and not node.kwargs:
             first, second = node.args
             if isinstance(first, fx.Node) and isinstance(second, fx.Node):
-                found = self._sum(first, second, values)
-                return self._biased(first, second, values) if found is None else found
+                return self._added(first, second, values)
         return None
+
+    def _added(
+        self, first: fx.Node, second: fx.Node, values: Mapping[fx.Node, Any]
+    ) -> Tensor | None:
+        """Add a product to a value, or a bias to a product, or both."""
+        biased = self._biased(first, second, values)
+        if biased is not None:
+            return biased
+        added = self._sum(first, second, values)
+        return self._sum(second, first, values) if added is None else added
 
     def _sum(
         self, total: fx.Node, term: fx.Node, values: Mapping[fx.Node, Any]
     ) -> Tensor | None:
-        if total.op != "placeholder" or values[total].shape != values[term].shape:
+        """Add a product, with its bias if it has one, to a value of its shape."""
+        if total is term or values[total].shape != values[term].shape:
             return None
+        bias: Any = None
         product, is_turned = _stored(term, values[term].dim())
-        if product.target not in _PRODUCTS or not _is_read_once(term, product):
+        if not is_turned:
+            product, bias = _linear(product)
+        kinds = _PRODUCTS if bias is None else _BIASED
+        if product.target not in kinds or not _is_read_once(term, product):
             return None
         factors = _Factors.of(product, values)
-        if is_turned:
-            factors = factors.turned
-        return self.add_product(values[total], *factors)
+        if bias is not None:
+            return self.multiply_biased(values[bias], *factors, values[total])
+        return self.add_product(
+            values[total], *(factors.turned if is_turned else factors)
+        )
 
     def _biased(
         self, term: fx.Node, bias: fx.Node, values: Mapping[fx.Node, Any]
@@ -135,6 +153,18 @@ def _unmerged(node: fx.Node) -> fx.Node:
     while node.target in _MERGES:
         node = node.all_input_nodes[0]
     return node
+
+
+def _linear(node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """Return the product that a value is before it gets a bias, and the bias."""
+    last: Any = _unmerged(node)
+    if last.target is _aten.addmm.default and not last.kwargs:
+        return last, last.args[0]
+    if last.target is _aten.add.Tensor and not last.kwargs:
+        product, bias = last.args
+        if isinstance(product, fx.Node) and isinstance(bias, fx.Node):
+            return _unmerged(product), bias
+    return last, None
 
 
 def _is_read_once(node: fx.Node, source: fx.Node) -> bool:

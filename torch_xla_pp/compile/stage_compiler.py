@@ -8,6 +8,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
+from torch_xla_pp.collector import sparing_old_objects
 from torch_xla_pp.compile.group_sums.grouping import grouping_of
 from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.names import input_role, tangent
@@ -164,20 +165,27 @@ class StageCompiler(Generic[LinksT]):
             ValueError: A call of `shard` does not fit its value or the rules.
         """
         if (mode, offered) not in self._compiled:
-            joint = self._export(mode)
-            known = partial(self._partitions, joint)
-            if not can_call_attention(self._source.world, joint, known):
-                joint = self._export(mode, has_kernels=False)
-            self._check_written(mode)
-            made = self._made(joint, offered)
+            made = self._traced(mode, offered)
             self._compiled[mode, offered] = made
             self._compiled[mode, offered or offered_by(made)] = made
         return self._compiled[mode, offered]
 
+    @sparing_old_objects()
+    def _traced(
+        self, mode: Mode, offered: OfferedOutputs | None
+    ) -> CompiledStage[LinksT]:
+        """Trace the module in its present mode and make its programs."""
+        joint = self._export(mode)
+        known = partial(self._partitions, joint)
+        if not can_call_attention(self._source.world, joint, known):
+            joint = self._export(mode, has_kernels=False)
+        self._check_written(mode)
+        return self._made(joint, offered)
+
     def _made(
         self, joint: JointGraph, offered: OfferedOutputs | None
     ) -> CompiledStage[LinksT]:
-        """Trace and compile the module in its present mode."""
+        """Make the programs of a joint graph."""
         source, plan = self._source, self.plan
         world = source.world
         self._check_constraints(joint)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_xla_pp import xla_compat
+from torch_xla_pp.collector import sparing_old_objects
 from torch_xla_pp.compile.export import export_joint
 from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.graph import Template, sharding_outputs
@@ -85,6 +86,7 @@ class StageTracer:
             return ahead[1]
         return self._export(call, has_kernels)
 
+    @sparing_old_objects()
     def trace_ahead(self, mode: Mode, shapes: int, examples: Sequence[Tensor]) -> None:
         """Trace the module for the call that is likely to come.
 

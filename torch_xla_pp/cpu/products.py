@@ -34,11 +34,32 @@ ProductSum: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor | 
 """A sum of a value and a product, given as for `Product`; in the value's memory."""
 
 
-BiasedProduct: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor | None]
-"""A product of two matrices, given as for `Product` behind a bias that is added to it.
+class BiasedProduct(Protocol):
+    """A product of two matrices, and what is added to it."""
 
-The bias has a number for each column of the product.
-"""
+    def __call__(
+        self,
+        bias: Tensor,
+        left: Tensor,
+        right: Tensor,
+        is_left_turned: bool,
+        is_right_turned: bool,
+        added: Tensor | None = None,
+        /,
+    ) -> Tensor | None:
+        """Multiply matrices, given as for `Product`.
+
+        Args:
+            bias: A number for each column of the product.
+            left: The left factor.
+            right: The right one.
+            is_left_turned: Whether the left one is stored transposed.
+            is_right_turned: Whether the right one is.
+            added: A value with as many elements as the product, in the same order.
+
+        Returns:
+            The sum, of the shape of `added` if there is one.
+        """
 
 
 class ProductSides(NamedTuple):
@@ -172,14 +193,19 @@ def multiply_biased(
     right: Tensor,
     is_left_turned: bool,
     is_right_turned: bool,
+    added: Tensor | None = None,
 ) -> Tensor | None:
-    """Return the product of two matrices, see `multiply`, and a bias of its columns."""
+    """Return the product of two matrices and what is added, see `BiasedProduct`."""
     sides = _sides(left, right, is_left_turned, is_right_turned)
     is_bias = bias.dtype == torch.float32 and bias.shape == (sides.columns,)
     if not is_bias or left.dim() != 2 or not _is_taken(left, right, sides):
         return None
-    given, shapes = [left, right, bias], [(sides.rows, sides.columns)]
-    (result,) = call_handler("product_bias", given, shapes, _fields(sides))
+    given, shape = [left, right, bias], torch.Size((sides.rows, sides.columns))
+    if added is not None:
+        if added.dtype != torch.float32 or added.numel() != shape.numel():
+            return None
+        given, shape = [*given, added], added.shape
+    (result,) = call_handler("product_bias", given, [shape], _fields(sides))
     return result
 
 

@@ -91,7 +91,12 @@ def norm(
 
 
 def norm_grad(
-    grad: Tensor, value: Tensor, mean: Tensor, scale: Tensor, factor: Tensor | None
+    grad: Tensor,
+    value: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    factor: Tensor | None,
+    added: Tensor | None = None,
 ) -> Tensor:
     """Return the gradient of the input of a layer norm.
 
@@ -101,9 +106,14 @@ def norm_grad(
         mean: Of each row its mean.
         scale: One by its standard deviation.
         factor: As in `norm`.
+        added: What is added to it, of the same shape.
     """
-    fields = _norm_fields(value, mean) | {"has_factor": int(factor is not None)}
-    given = [x for x in (grad, value, mean, scale, factor) if x is not None]
+    fields = {
+        **_norm_fields(value, mean),
+        "has_factor": int(factor is not None),
+        "has_added": int(added is not None),
+    }
+    given = [x for x in (grad, value, mean, scale, factor, added) if x is not None]
     return call_handler("norm_grad", given, [value.shape], fields)[0]
 
 
