@@ -35,17 +35,8 @@ LAYER_OF = {name: i for i, names in enumerate(LAYERS) for name in names}
 PURE = {"work", "mesh", "hlo", "graph", "plan", "schedule", "timeline", "simulate"}
 PURE |= {"planner"}
 # These do not even need torch.
-PLAIN = {
-    "record",
-    "phases",
-    "collector",
-    "work",
-    "schedule",
-    "timeline",
-    "simulate",
-    "planner",
-}
-PLAIN |= {"accelerators", "advice"}
+PLAIN = {"record", "phases", "work", "schedule", "timeline", "simulate", "planner"}
+PLAIN |= {"accelerators", "advice", "collector"}
 EFFECTS = ("torch_xla", "_XLAC", "torch.distributed")
 XLA_PRIVATE = "xla_compat.py"
 GROUPS_PRIVATE = "transport/gloo_compat.py"
