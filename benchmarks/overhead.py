@@ -4,6 +4,7 @@
     python benchmarks/overhead.py --ranks 2 4 --json
     python benchmarks/overhead.py --ranks 2 4 --blocks 4 --microbatches 16 64
     python benchmarks/overhead.py --ranks 2 --blocks 4 --width 144 --length 32
+    python benchmarks/overhead.py --ranks 2 --blocks 4 --microbatches 64 --calls
     python benchmarks/overhead.py --action-us 618      simulates, and measures nothing
 
 One layer of width 32 a rank, so that there is next to no work; 1F1B with 16
@@ -13,7 +14,9 @@ in `step_time.py`. All their values are small, so those that a stage saves pass 
 with --width 144 --length 32 most are larger than 64 KiB and pass one by one, as in that
 model. All ranks share this machine's cores, so processor time is measured, not time: of
 the main thread (which dispatches) and of the whole process, per action. It should not
-grow with the number of ranks or of microbatches.
+grow with the number of ranks or of microbatches. With --calls, the main thread's time
+of each rank is told apart: in torch_xla's call that runs a program, in its wait until
+the one before is launched, in its uploads, and in all else. The clock adds to each.
 
 Then the simulator lets stages of `--work-ms` for a forward and twice that for a
 backward run on up to 1,024 ranks under 1F1B with a microbatch for each rank, 128 at
@@ -32,14 +35,17 @@ Source: github.com/NVIDIA/maxtext-jaxpp, slurm/gpt3-175b-scaling.sh and maxtext.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
 import statistics
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
+from unittest import mock
 
 import gpt
 import torch
@@ -53,8 +59,14 @@ HEADS, ROWS, STEPS, WARM_UP = 4, 4, 10, 3
 MANY = (2, 8, 64, 256, 1024)
 MOST_MICROBATCHES = 128
 ACTIVATION_BYTES = 16 * 2**20
+# What torch_xla does for an action, and its functions.
+CALLS = {
+    "run": "_run_cached_graph",
+    "launch": "_xla_sync_multi",
+    "upload": "_global_tensor_from_cpu_shards",
+}
 # docs/performance/p2p.md, in-graph: latency of 64 bytes, bandwidth of 16 MiB.
-MESSAGES = Link(latency_s=351e-6, bytes_per_s=7090e6)
+MESSAGES = Link(latency_s=546e-6, bytes_per_s=3627e6)
 # docs/performance/liveness.md: one rank tells 31 others, which all are its children in
 # the tree of connections.
 HOP_S = 1.5e-3
@@ -152,12 +164,39 @@ class Work:
         return torch.randn(microbatches * ROWS, *lengths, self.width)
 
 
-def cpu_times(work: Work, microbatches: int) -> tuple[float, float]:
+@contextlib.contextmanager
+def timed_calls() -> Iterator[dict[str, float]]:
+    """Sum up the CPU seconds of this thread in torch_xla's calls, by name."""
+    from torch_xla import _XLAC
+
+    spent, thread = dict.fromkeys(CALLS, 0.0), threading.get_ident()
+
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            if threading.get_ident() != thread:
+                return call(*args)
+            start = time.thread_time()
+            try:
+                return call(*args)
+            finally:
+                spent[name] += time.thread_time() - start
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for name, attribute in CALLS.items():
+            call = timed(name, getattr(_XLAC, attribute))
+            stack.enter_context(mock.patch.object(_XLAC, attribute, call))
+        yield spent
+
+
+def cpu_times(work: Work, microbatches: int, has_calls: bool) -> dict[str, float]:
     """Return the CPU seconds per action of this rank: main thread, whole process.
 
     Args:
         work: What each rank computes.
         microbatches: Microbatches of a step.
+        has_calls: Whether to add those of torch_xla's calls.
     """
     import torch.distributed as dist
     from torch.distributed.pipelining import Schedule1F1B
@@ -174,16 +213,24 @@ def cpu_times(work: Work, microbatches: int) -> tuple[float, float]:
     args = (x,) if stage.is_first else ()
     target = x if stage.is_last else None
     found = []
-    for _ in range(WARM_UP + STEPS):
-        dist.barrier()
-        main, whole = time.thread_time(), time.process_time()
-        schedule.step(*args, target=target)
-        xla_compat.wait_device()
-        found.append((time.thread_time() - main, time.process_time() - whole))
-    main_s, whole_s = (
-        statistics.median(column) for column in zip(*found[WARM_UP:], strict=True)
-    )
-    return main_s / (2 * microbatches), whole_s / (2 * microbatches)
+    timing = timed_calls() if has_calls else contextlib.nullcontext({})
+    with timing as spent:
+        for _ in range(WARM_UP + STEPS):
+            dist.barrier()
+            spent.update(dict.fromkeys(spent, 0.0))
+            main, whole = time.thread_time(), time.process_time()
+            schedule.step(*args, target=target)
+            xla_compat.wait_device()
+            times = {
+                "main": time.thread_time() - main,
+                "process": time.process_time() - whole,
+            }
+            found.append(times | spent)
+    return {
+        f"{name}_s": statistics.median(times[name] for times in found[WARM_UP:])
+        / (2 * microbatches)
+        for name in found[0]
+    }
 
 
 def levels(action_s: float) -> dict[str, Overhead]:
@@ -238,7 +285,7 @@ def replica_rows(action_s: float) -> Iterator[dict[str, Any]]:
 
 
 def measured_rows(
-    ranks: list[int], work: Work, microbatches: list[int]
+    ranks: list[int], work: Work, microbatches: list[int], has_calls: bool
 ) -> Iterator[dict[str, Any]]:
     """Measure what an action costs, for some numbers of ranks and microbatches."""
     # The workers import this file, so its functions must not be those of `__main__`.
@@ -249,14 +296,22 @@ def measured_rows(
     for count, number in itertools.product(ranks, microbatches):
         with Worlds() as worlds:
             found = worlds.run(
-                overhead.cpu_times, ranks=count, args=(work, number), timeout_s=900
+                overhead.cpu_times,
+                ranks=count,
+                args=(work, number, has_calls),
+                timeout_s=900,
             )
-        main_s, whole_s = (
-            statistics.median(column) for column in zip(*found, strict=True)
+        job = {"ranks": count, **asdict(work), "microbatches": number}
+        yield (
+            {"what": "action"}
+            | job
+            | {
+                name: statistics.median(times[name] for times in found)
+                for name in ("main_s", "process_s")
+            }
         )
-        row = {"what": "action", "ranks": count, **asdict(work)}
-        times = {"main_s": main_s, "process_s": whole_s}
-        yield row | {"microbatches": number} | times
+        for rank, times in enumerate(found if has_calls else ()):
+            yield {"what": "calls"} | job | {"rank": rank} | times
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -266,6 +321,12 @@ def line_of(row: dict[str, Any]) -> str:
             f"{row['ranks']:4} ranks, {row['microbatches']:3} microbatches: "
             f"{row['main_s'] * 1e6:5.0f} us of CPU per action in the main thread, "
             f"{row['process_s'] * 1e6:5.0f} us in all threads"
+        )
+    if row["what"] == "calls":
+        calls = {name: row[f"{name}_s"] * 1e6 for name in CALLS}
+        calls["else"] = row["main_s"] * 1e6 - sum(calls.values())
+        return f"  rank {row['rank']}: " + ", ".join(
+            f"{us:.0f} us {name}" for name, us in calls.items()
         )
     if row["what"] == "replicas":
         return (
@@ -290,6 +351,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32, help="of layers")
     parser.add_argument("--length", type=int, default=8, help="of sequences")
     parser.add_argument("--action-us", type=float, help="cost of an action, if known")
+    parser.add_argument("--calls", action="store_true", help="of torch_xla apart")
     parser.add_argument("--work-ms", type=float, default=20.0)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -300,8 +362,11 @@ def main() -> None:
     action_s = (options.action_us or 0.0) / 1e6
     if options.action_us is None:
         work = Work(blocks=options.blocks, width=options.width, length=options.length)
-        for row in measured_rows(options.ranks, work, options.microbatches):
-            action_s = max(action_s, row["main_s"])
+        for row in measured_rows(
+            options.ranks, work, options.microbatches, options.calls
+        ):
+            if row["what"] == "action":
+                action_s = max(action_s, row["main_s"])
             show(row)
     for row in pipeline_rows(action_s, options.work_ms / 1e3):
         show(row)

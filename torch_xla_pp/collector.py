@@ -1,7 +1,7 @@
 """The garbage collector while models are traced and compiled.
 
 To trace a model makes so many objects that Python's collector searches all of them for
-cycles again and again, and with them those of every module that was imported: a fifth
+cycles again and again, and with them those of every module that was imported: a tenth
 of a small model's first step.
 """
 
