@@ -2,6 +2,7 @@
 
 import overhead
 import pytest
+from torch_xla import _XLAC
 
 from torch_xla_pp.schedule import one_f_one_b
 
@@ -44,3 +45,19 @@ def test_replicas_pay_for_their_gradients_and_for_more_ranks_to_tell() -> None:
     assert shares == sorted(shares, reverse=True)
     hops_s = overhead.HOP_S * (overhead.num_hops(128) - overhead.num_hops(8))
     assert rows[-1]["step_s"] - rows[0]["step_s"] > hops_s
+
+
+def test_calls_of_torch_xla_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "CALLS", {"count": "_xla_counter_value"})
+    before = _XLAC._xla_counter_value
+    with overhead.timed_calls() as spent:
+        assert spent == {"count": 0.0}
+        assert _XLAC._xla_counter_value("none") is None
+        assert spent["count"] > 0
+    assert _XLAC._xla_counter_value is before
+
+
+def test_a_line_gives_what_is_left_beside_the_calls() -> None:
+    times = {"main_s": 500e-6, "run_s": 200e-6, "launch_s": 50e-6, "upload_s": 100e-6}
+    line = overhead.line_of({"what": "calls", "rank": 1} | times)
+    assert line == "  rank 1: 200 us run, 50 us launch, 100 us upload, 150 us else"
