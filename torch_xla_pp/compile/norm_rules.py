@@ -137,16 +137,14 @@ def _added_grad(node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor | None:
     """Add the gradient of a norm's input to that of what is beside the norm."""
     operands = _operands(node, _ADD)
     for other, term in (operands, operands[::-1]) if operands else ():
-        if not isinstance(other, fx.Node) or not fits_own_ops(values[other]):
+        if not isinstance(other, fx.Node) or not isinstance(term, fx.Node):
             continue
-        grad = _input_grad(term, values) if _is_read_by(term, node) else None
+        if len(term.users) > 1 or not fits_own_ops(values[other]):
+            continue
+        grad = _input_grad(term, values)
         if grad is not None and values[other].shape == grad.x.shape:
             return norm_grad(*grad, values[other])
     return None
-
-
-def _is_read_by(node: Any, reader: fx.Node) -> bool:
-    return isinstance(node, fx.Node) and [*node.users] == [reader]
 
 
 def _input_grad(node: fx.Node, values: Mapping[fx.Node, Any]) -> _InputGrad | None:

@@ -43,8 +43,8 @@ class LibraryProducts:
     """The rule by which a library multiplies matrices.
 
     A bias is added by the same call, and so is what the sum is added to, such as the
-    input of a layer. A product that is added to an input goes into the memory of that
-    one: so a backward adds up gradients of weights, whose sums are donated to it.
+    input of a layer. A product without a bias goes into the memory of what it is added
+    to: so a backward adds up gradients of weights, whose sums are donated to it.
 
     Args:
         multiply: Takes two matrices, or batches of them, as they are stored and whether
@@ -67,7 +67,7 @@ class LibraryProducts:
         if node.target is _aten.addmm.default and not node.kwargs:
             bias: Any = node.args[0]
             factors = _Factors.of(node, values)
-            biased = self.multiply_biased(values[bias], *factors)
+            biased = self.multiply_biased(values[bias], *factors, None)
             if biased is not None:
                 return biased
             product = self.multiply(*factors)
@@ -118,7 +118,8 @@ class LibraryProducts:
         shape = values[term].shape
         if values[bias].shape != shape[-1:]:
             return None
-        found = self.multiply_biased(values[bias], *_Factors.of(product, values))
+        factors = _Factors.of(product, values)
+        found = self.multiply_biased(values[bias], *factors, None)
         return None if found is None else found.reshape(shape)
 
 

@@ -34,32 +34,14 @@ ProductSum: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor | 
 """A sum of a value and a product, given as for `Product`; in the value's memory."""
 
 
-class BiasedProduct(Protocol):
-    """A product of two matrices, and what is added to it."""
+BiasedProduct: TypeAlias = Callable[
+    [Tensor, Tensor, Tensor, bool, bool, Tensor | None], Tensor | None
+]
+"""A product of two matrices, given as for `Product` behind a bias that is added to it.
 
-    def __call__(
-        self,
-        bias: Tensor,
-        left: Tensor,
-        right: Tensor,
-        is_left_turned: bool,
-        is_right_turned: bool,
-        added: Tensor | None = None,
-        /,
-    ) -> Tensor | None:
-        """Multiply matrices, given as for `Product`.
-
-        Args:
-            bias: A number for each column of the product.
-            left: The left factor.
-            right: The right one.
-            is_left_turned: Whether the left one is stored transposed.
-            is_right_turned: Whether the right one is.
-            added: A value with as many elements as the product, in the same order.
-
-        Returns:
-            The sum, of the shape of `added` if there is one.
-        """
+The bias has a number for each column of the product. What is behind them is added, too,
+if it is not None: a value with as many elements, whose shape the result has.
+"""
 
 
 class ProductSides(NamedTuple):
