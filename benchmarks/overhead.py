@@ -5,7 +5,7 @@
     python benchmarks/overhead.py --ranks 2 4 --blocks 4 --microbatches 16 64
     python benchmarks/overhead.py --ranks 2 --blocks 4 --width 144 --length 32
     python benchmarks/overhead.py --ranks 2 --blocks 4 --microbatches 64 --calls
-    python benchmarks/overhead.py --action-us 618      simulates, and measures nothing
+    python benchmarks/overhead.py --action-us 170      simulates, and measures nothing
 
 One layer of width 32 a rank, so that there is next to no work; 1F1B with 16
 microbatches. With --blocks, as many transformer blocks of that width a rank, of 12
@@ -66,10 +66,10 @@ CALLS = {
     "upload": "_global_tensor_from_cpu_shards",
 }
 # docs/performance/p2p.md, in-graph: latency of 64 bytes, bandwidth of 16 MiB.
-MESSAGES = Link(latency_s=546e-6, bytes_per_s=3627e6)
+MESSAGES = Link(latency_s=167e-6, bytes_per_s=11782e6)
 # docs/performance/liveness.md: one rank tells 31 others, which all are its children in
 # the tree of connections.
-HOP_S = 1.5e-3
+HOP_S = 2.3e-3
 CHILDREN = 32
 
 # Of the job as JaxPP scales it.
