@@ -3,16 +3,16 @@
 | processor | whose products |
 |---|---|
 | with AVX-512, not of Intel | OpenBLAS's, by its kernels for AVX-512 |
-| the same, where the user has chosen other kernels for OpenBLAS | XLA's own |
-| with AVX2, not of Intel | OpenBLAS's, unless the user has chosen older kernels |
+| with AVX2, not of Intel | OpenBLAS's |
+| either, where the user has chosen older kernels for OpenBLAS | those of Intel's MKL |
 | any other | those of Intel's MKL, which is inside PyTorch |
 
 MKL uses AVX-512 on Intel's own processors alone: on one core of AMD's Zen 5 it
-multiplies at 105 GFLOP/s, XLA faster, and these kernels of OpenBLAS at 220 to 245.
-OpenBLAS does not know the newest processors and would not choose them itself. With
-AVX2, on one core of Zen 3, it multiplies at 80 to 90 GFLOP/s and MKL at 52 to 88. The
-choice of the library follows from the processor, never from a measurement, so that
-equal machines have equal results.
+multiplies at 105 GFLOP/s, OpenBLAS at 110 to 120 by its kernels for AVX2 and at 220 to
+245 by those for AVX-512, which it would not choose itself: it does not know the newest
+processors. With AVX2, on one core of Zen 3, it multiplies at 80 to 90 GFLOP/s and MKL
+at 52 to 88. The choice of the library follows from the processor, never from a
+measurement, so that equal machines have equal results.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ from torch_xla_pp import env
 _PROCESSOR = Path("/proc/cpuinfo")
 _AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 # OpenBLAS's names of kernels for AVX-512; the first one runs wherever there is AVX-512.
-_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")
+_KERNELS_OF_AVX512 = ("SkylakeX", "Cooperlake", "SapphireRapids")
 _AVX2 = {"avx2", "fma"}
 _KERNELS_OF_AVX2 = ("Haswell", "Zen")
 _logger = logging.getLogger(__name__)
@@ -67,9 +67,8 @@ def best_products(processor: Path, kernels: str | None) -> env.ProductsName:
     is_intel, flags = _facts_of(processor)
     if is_intel or not flags >= _AVX2:
         return "torch"
-    if flags >= _AVX512:
-        return "openblas" if kernels in (None, *_KERNELS) else "xla"
-    return "openblas" if kernels in (None, *_KERNELS_OF_AVX2) else "torch"
+    fast = _KERNELS_OF_AVX2 + (_KERNELS_OF_AVX512 if flags >= _AVX512 else ())
+    return "openblas" if kernels in (None, *fast) else "torch"
 
 
 def kernels_of(processor: Path) -> str | None:
@@ -79,7 +78,7 @@ def kernels_of(processor: Path) -> str | None:
         processor: Its description, as Linux gives it in /proc/cpuinfo.
     """
     _, flags = _facts_of(processor)
-    return _KERNELS[0] if flags >= _AVX512 else None
+    return _KERNELS_OF_AVX512[0] if flags >= _AVX512 else None
 
 
 def _facts_of(processor: Path) -> tuple[bool, set[str]]:
