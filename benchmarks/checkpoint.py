@@ -7,13 +7,12 @@ Each rank has a stage of square linear layers, trained by AdamW. In each round i
 saved three times: by `save`, by `async_save`, of which the time of the call and
 the time until all is written count, and by torch.distributed.checkpoint's own `save`
 of plain tensors on the host with the same names, shapes and bytes: the peer. Medians of
-the slowest rank; ratios are medians of those of single rounds.
+the slowest rank, with their quartiles; ratios are those of single rounds.
 """
 
 import argparse
 import json
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from spread import medians_of, ratios, text_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -141,35 +141,26 @@ def main() -> None:
             args=(options.width, options.layers, folder),
             timeout_s=1800,
         )
-    rounds = list(zip(*ranks, strict=True))
-    row = {
-        name: statistics.median(max(rank[name] for rank in ranks) for ranks in rounds)
+    rounds = {
+        name: [max(rank[name] for rank in own) for own in zip(*ranks, strict=True)]
         for name in ("total_s", "stall_s", "async_s", "peer_s")
     }
     num_bytes = sum(rank[0]["bytes"] for rank in ranks)
-
-    def ratio(name: str, other: str) -> float:
-        return statistics.median(
-            max(rank[name] for rank in own) / max(rank[other] for rank in own)
-            for own in rounds
-        )
-
-    result = {
-        "bytes": int(num_bytes),
-        **row,
-        "mb_per_s": num_bytes / row["total_s"] / 1e6,
-        "peer": num_bytes / row["peer_s"] / 1e6,
-        "stall_ratio": ratio("stall_s", "total_s"),
-        "peer_ratio": ratio("peer_s", "total_s"),
+    rounds |= {
+        "mb_per_s": [num_bytes / total_s / 1e6 for total_s in rounds["total_s"]],
+        "peer": [num_bytes / peer_s / 1e6 for peer_s in rounds["peer_s"]],
+        "stall_ratio": ratios(rounds["stall_s"], rounds["total_s"]),
+        "peer_ratio": ratios(rounds["peer_s"], rounds["total_s"]),
     }
+    row = medians_of(rounds)
     if options.json:
-        print(json.dumps(result))
+        print(json.dumps({"bytes": int(num_bytes)} | row))
         return
     print(
         f"{num_bytes / 1e6:.0f} MB: save {row['total_s']:.2f} s, "
-        f"{result['mb_per_s']:.0f} MB/s, {result['peer_ratio']:.2f} of DCP's own "
-        f"{result['peer']:.0f} MB/s of tensors on the host; async_save stalls "
-        f"{row['stall_s']:.3f} s, {result['stall_ratio']:.1%}, and takes "
+        f"{text_of(row, 'mb_per_s', '.0f')} MB/s, {text_of(row, 'peer_ratio')} of "
+        f"DCP's own {row['peer']:.0f} MB/s of tensors on the host; async_save stalls "
+        f"{row['stall_s']:.3f} s, {text_of(row, 'stall_ratio', '.1%')}, and takes "
         f"{row['async_s']:.2f} s"
     )
 

@@ -10,10 +10,13 @@ ranks: Ranks of the group.
 threads: Threads that joining the group has added to a process, at most.
 sockets: Sockets that it has added, at most over all ranks, and in the median.
 join_s: Until the last rank has joined, in seconds.
-exchange_ms: All ranks give a value and get all values; median of rounds.
+exchange_ms: All ranks give a value and get all values.
 announce_ms: The first rank gives a value, as the kind of a step, until the last one has
-    it; median, half of a round trip.
-all_reduce_ms: A sum of one number on the CPU, by gloo; median.
+    it; half of a round trip.
+all_reduce_ms: A sum of one number on the CPU, by gloo.
+
+Times in milliseconds are medians of rounds, in each of which the median rank counts, or
+the first one where that is named; `..._spread` are their quartiles.
 """
 
 import argparse
@@ -27,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from spread import medians_of, text_of
 
 ROUNDS = 20
 
@@ -42,7 +46,7 @@ def measure() -> dict[str, Any]:
     rendezvous = group.rendezvous
     rendezvous.exchange("joined", None)
     found: dict[str, Any] = {"join_s": time.perf_counter() - begin_s}
-    found["exchange_ms"] = _median_ms(lambda _: rendezvous.exchange("round", None))
+    found["exchange_ms"] = _times_ms(lambda _: rendezvous.exchange("round", None))
     last = rendezvous.size - 1
 
     def there_and_back(number: int) -> None:
@@ -55,23 +59,24 @@ def measure() -> dict[str, Any]:
         if rendezvous.rank == last:
             rendezvous.announce(f"answer {number}", number)
 
-    found["announce_ms"] = _median_ms(there_and_back) / 2
+    found["announce_ms"] = [time_ms / 2 for time_ms in _times_ms(there_and_back)]
     rendezvous.exchange("announced", None)
     # A connection is there while ranks talk; in a step only neighbours do.
     found["threads"], found["sockets"] = _threads() - before[0], _sockets() - before[1]
-    found["all_reduce_ms"] = _median_ms(lambda _: dist.all_reduce(torch.ones(())))
+    found["all_reduce_ms"] = _times_ms(lambda _: dist.all_reduce(torch.ones(())))
     found["all_reduce_sockets"] = _sockets() - before[1]
     rendezvous.exchange("done", None)
     return found
 
 
-def _median_ms(call: Callable[[int], Any]) -> float:
+def _times_ms(call: Callable[[int], Any]) -> list[float]:
+    """Return what each round takes."""
     times = []
     for number in range(ROUNDS):
         begin_s = time.perf_counter()
         call(number)
         times.append(1e3 * (time.perf_counter() - begin_s))
-    return statistics.median(times)
+    return times
 
 
 def _threads() -> int:
@@ -94,7 +99,10 @@ def row_of(worlds: Any, ranks: int) -> dict[str, Any]:
     import control_plane
 
     found = worlds.run(control_plane.measure, ranks=ranks, timeout_s=300)
-    first = found[0]
+    times = {"announce_ms": found[0]["announce_ms"]}
+    for name in ("exchange_ms", "all_reduce_ms"):
+        by_rank = zip(*(row[name] for row in found), strict=True)
+        times[name] = [statistics.median(own) for own in by_rank]
     return {
         "ranks": ranks,
         "threads": max(row["threads"] for row in found),
@@ -102,10 +110,7 @@ def row_of(worlds: Any, ranks: int) -> dict[str, Any]:
         "sockets_median": statistics.median(row["sockets"] for row in found),
         "all_reduce_sockets": max(row["all_reduce_sockets"] for row in found),
         "join_s": max(row["join_s"] for row in found),
-        "exchange_ms": statistics.median(row["exchange_ms"] for row in found),
-        "announce_ms": first["announce_ms"],
-        "all_reduce_ms": statistics.median(row["all_reduce_ms"] for row in found),
-    }
+    } | medians_of(times)
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -114,9 +119,9 @@ def line_of(row: dict[str, Any]) -> str:
         f"{row['ranks']:3} ranks: {row['threads']:2} threads, "
         f"{row['sockets']:3} sockets (median {row['sockets_median']:g}; "
         f"{row['all_reduce_sockets']} after an all_reduce), "
-        f"join {row['join_s']:.2f} s, exchange {row['exchange_ms']:.2f} ms, "
-        f"announce {row['announce_ms']:.2f} ms, "
-        f"all_reduce {row['all_reduce_ms']:.2f} ms"
+        f"join {row['join_s']:.2f} s, exchange {text_of(row, 'exchange_ms')} ms, "
+        f"announce {text_of(row, 'announce_ms')} ms, "
+        f"all_reduce {text_of(row, 'all_reduce_ms')} ms"
     )
 
 

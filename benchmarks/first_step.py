@@ -8,9 +8,10 @@
 The GPT of `gpt.py` with more layers, on two ranks of one local device each, rank r with
 all its threads on core r; 1F1B with two microbatches, interleaved where a rank has
 several stages, which are equal but for the first and the last one. Each cell is in
-fresh processes that have imported all but the tracer and have started XLA. A traced
-model is built without memory, and its stages make their own parameters; manual stages
-are built as they are. A row for each rank; columns, as the JSON names them:
+fresh processes that have imported all but the tracer and have started XLA, several
+times. A traced model is built without memory, and its stages make their own parameters;
+manual stages are built as they are. A row for each rank; columns, as the JSON names
+them, all of which are medians:
 
 kind: "traced" by `xpp.pipeline`, or "manual" stages.
 stages: Stages of each rank.
@@ -28,10 +29,11 @@ phases: Phase → its time (wall_s), the processor time of the main thread (thre
     other ranks: Waiting for what they tell.
     device: Waiting for programs.
     rest: All else, among it the dispatch of programs that wait for values.
-peak_bytes: The largest size of the process (VmHWM); before_bytes is that size when the
-    cell began.
+peak_bytes: The largest size of the process (VmHWM), in all rounds; before_bytes is
+    that size when the cell began.
 programs: What XLA compiled; equal programs of a rank are compiled once.
 second_s: The time of the second step.
+..._spread: The first and the third quartile of these times.
 
 With `--profile FOLDER` the main thread of each rank is profiled by its processor time,
 which makes it about three times as slow; `python -m pstats` reads the files.
@@ -43,8 +45,9 @@ import cProfile
 import itertools
 import json
 import os
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +59,7 @@ import torch.distributed as dist
 from memory import status_bytes
 from pinning import check_pinned
 from sides import NUM_RANKS
+from spread import medians_of, text_of
 from torch.distributed.pipelining import SplitPoint
 
 KINDS = ("traced", "manual")
@@ -185,12 +189,29 @@ def run(job: Job) -> list[dict[str, Any]]:
     return found
 
 
+def row_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the medians of what a rank has measured in some rounds."""
+    row = dict(rounds[0])
+    names = [name for name, value in row.items() if isinstance(value, float)]
+    row |= medians_of({name: [found[name] for found in rounds] for name in names})
+    row["peak_bytes"] = max(found["peak_bytes"] for found in rounds)
+    row["phases"] = {
+        name: {
+            figure: statistics.median(found["phases"][name][figure] for found in rounds)
+            for figure in cost
+        }
+        for name, cost in row["phases"].items()
+    }
+    return row
+
+
 def line_of(row: dict[str, Any]) -> str:
     """Return a row as lines of text: seconds, and processor seconds in brackets."""
     head = (
         f"{row['kind']} {row['layers']} layers of width {row['width']}, "
-        f"{row['stages']} stages, rank {row['rank']}: {row['total_s']:.1f} s "
-        f"({row['total_cpu_s']:.1f} s), peak {row['peak_bytes'] >> 20} MiB, "
+        f"{row['stages']} stages, rank {row['rank']}: {text_of(row, 'total_s', '.1f')} "
+        f"s, {row['total_cpu_s']:.1f} s of processors, "
+        f"peak {row['peak_bytes'] >> 20} MiB, "
         f"{row['before_bytes'] >> 20} before, {row['programs']} programs, "
         f"second step {row['second_s']:.2f} s"
     )
@@ -211,6 +232,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--size", choices=gpt.SIZES, help="instead of a width")
     parser.add_argument("--profile", default="", metavar="FOLDER")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     import first_step
@@ -228,7 +250,8 @@ def main() -> None:
             cores=sorted(os.sched_getaffinity(0)),
             folder=options.profile,
         )
-        for row in run(job):
+        found = [first_step.run(job) for _ in range(options.rounds)]
+        for row in map(row_of, zip(*found, strict=True)):
             print(json.dumps(row) if options.json else line_of(row), flush=True)
 
 

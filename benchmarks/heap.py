@@ -1,19 +1,20 @@
 """A step with freed memory kept, and with what glibc does.
 
     python benchmarks/heap.py
-    python benchmarks/heap.py --size large --schedules 1F1B --rounds 1 --json
+    python benchmarks/heap.py --size large --schedules 1F1B --rounds 2 --json
 
 Two ranks of one local device each, rank r with all its threads on core r, train the GPT
 of `gpt.py` with eight microbatches. Malloc is set once per process, so the sides take
-turns in fresh processes; medians over the steps of all turns. Columns, as the JSON
-names them:
+turns in fresh processes; medians over turns, of the median step of each. Columns, as
+the JSON names them:
 
 kept_s, mapped_s, returned_s: Time of a step with what this package does, without its
     blocks of large values, which glibc then maps one by one, and with nothing of it.
-to_mapped, to_returned: kept_s by these.
+to_mapped, to_returned: kept_s by these, of the same turn.
 kept_cpu_s and so on: Processor time of a step, of both ranks.
 kept_faults and so on: Pages that a step takes from the system, of both ranks.
-kept_peak_mib and so on: Largest size that a rank's process has had.
+kept_peak_mib and so on: Largest size that a rank's process has had, in all turns.
+..._spread: The first and the third quartile of each of these but the largest size.
 """
 
 import argparse
@@ -30,6 +31,7 @@ import sides
 import torch.distributed as dist
 from pinning import check_pinned
 from sides import NUM_RANKS, SCHEDULES
+from spread import medians_of, ratios, text_of
 
 MICROBATCHES = 8
 WARM_UP = 3
@@ -87,15 +89,17 @@ def row_of(schedule: str, size_name: str, rounds: int) -> dict[str, Any]:
                     worlds.run(heap.measure, ranks=NUM_RANKS, args=args, timeout_s=1200)
                 )
     row: dict[str, Any] = {"model": size_name, "schedule": schedule}
+    by_turn: dict[str, list[float]] = {}
     for name, turns in found.items():
-        row[f"{name}_s"] = statistics.median(s for turn in turns for s in turn[0][0])
+        by_turn[f"{name}_s"] = [statistics.median(turn[0][0]) for turn in turns]
         for index, what in ((1, "cpu_s"), (2, "faults")):
-            row[f"{name}_{what}"] = statistics.median(
+            by_turn[f"{name}_{what}"] = [
                 sum(rank[index] for rank in turn) for turn in turns
-            )
+            ]
         row[f"{name}_peak_mib"] = max(peak for turn in turns for *_, peak in turn)
-    ratios = {f"to_{name}": row["kept_s"] / row[f"{name}_s"] for name in SIDES[1:]}
-    return row | ratios
+    for name in SIDES[1:]:
+        by_turn[f"to_{name}"] = ratios(by_turn["kept_s"], by_turn[f"{name}_s"])
+    return row | medians_of(by_turn)
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -105,8 +109,8 @@ def line_of(row: dict[str, Any]) -> str:
         f" {row[f'{name}_faults']:.0f} page faults, {row[f'{name}_peak_mib']} MiB"
         for name in SIDES
     ]
-    ratios = f"{row['to_mapped']:.2f} and {row['to_returned']:.2f}"
-    return f"{row['model']} {row['schedule']:14}  {'  '.join(sides)}  ratios {ratios}"
+    both = f"{text_of(row, 'to_mapped')} and {text_of(row, 'to_returned')}"
+    return f"{row['model']} {row['schedule']:14}  {'  '.join(sides)}  ratios {both}"
 
 
 def main() -> None:
@@ -116,7 +120,7 @@ def main() -> None:
     parser.add_argument(
         "--schedules", nargs="+", choices=SCHEDULES, default=["GPipe", "1F1B"]
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     for schedule in options.schedules:

@@ -4,7 +4,8 @@
     python benchmarks/memory.py --size words --schedules 1F1B --microbatches 4 32 --json
 
 Two ranks of one local device each train the GPT of `gpt.py` with AdamW, each cell in
-fresh processes; nothing is timed. Columns, as the JSON names them:
+fresh processes, several times; nothing is timed. Columns, as the JSON names them, which
+are medians, with their quartiles as `..._spread` where rounds differ:
 
 live: For each stage of the rank, the most microbatches that waited at once.
 saved_bytes: The most bytes that lay between programs for them at once, of all stages of
@@ -30,6 +31,7 @@ import ctypes
 import gc
 import json
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ import gpt
 import sides
 import torch
 from sides import NUM_RANKS
+from spread import medians_of, text_of
 
 SCHEDULES = ("GPipe", "1F1B", "ZBVZeroBubble")
 # By then the heap has grown to what it needs, but for a few pages.
@@ -115,17 +118,19 @@ def run(
     return found
 
 
-def rows_of(schedule: str, counts: list[int], size_name: str) -> list[dict[str, Any]]:
+def rows_of(
+    schedule: str, counts: list[int], size_name: str, rounds: int
+) -> list[dict[str, Any]]:
     """Return a row for each number of microbatches and rank."""
     few = run(schedule, NUM_RANKS, size_name, is_recorded=True)
-    return [
-        {"size": size_name, "schedule": schedule, "microbatches": count, "rank": rank}
-        | _row(_bound(schedule, count, rank), *found)
-        for count in counts
-        for rank, found in enumerate(
-            zip(few, run(schedule, count, size_name), strict=True)
-        )
-    ]
+    rows = []
+    for count in counts:
+        found = [run(schedule, count, size_name) for _ in range(rounds)]
+        for rank, own in enumerate(zip(*found, strict=True)):
+            row = {"size": size_name, "schedule": schedule, "microbatches": count}
+            bound = _bound(schedule, count, rank)
+            rows.append(row | {"rank": rank} | _row(bound, few[rank], own))
+    return rows
 
 
 def _bound(schedule: str, microbatches: int, rank: int) -> int:
@@ -136,8 +141,14 @@ def _bound(schedule: str, microbatches: int, rank: int) -> int:
     }[schedule]
 
 
-def _row(bound: int, few: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Return what was found on a rank, beside what was promised and expected."""
+def _row(
+    bound: int, few: dict[str, Any], rounds: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return what was found on a rank, beside what was promised and expected.
+
+    What it counts itself is the same in each round, that of the last one here.
+    """
+    found = rounds[-1]
     per_microbatch = sum(
         num_bytes / live
         for live, num_bytes in zip(few["live"], few["each_saved"], strict=True)
@@ -151,10 +162,13 @@ def _row(bound: int, few: dict[str, Any], found: dict[str, Any]) -> dict[str, An
         "bound_bytes": round(bound * per_microbatch),
         "saved_ratio": found["saved"] / (bound * per_microbatch),
         "peak_bytes": found["peak"],
-        "process_bytes": found["process"],
-        "peak_ratio": found["peak"] / found["process"],
-        "largest_bytes": found["largest"],
-    }
+    } | medians_of(
+        {
+            "process_bytes": [own["process"] for own in rounds],
+            "peak_ratio": [own["peak"] / own["process"] for own in rounds],
+            "largest_bytes": [own["largest"] for own in rounds],
+        }
+    )
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -168,7 +182,7 @@ def line_of(row: dict[str, Any]) -> str:
         f" rank {row['rank']}  live {row['live']!s:8} saved {saved}"
         f"  passed {passed}  held {held}"
         f"  bound {row['bound']:3} x = {bound}  ratio {row['saved_ratio']:.2f}"
-        f"  peak {peak}  process {process}  ratio {row['peak_ratio']:.2f}"
+        f"  peak {peak}  process {process}  ratio {text_of(row, 'peak_ratio')}"
         f"  largest {largest}"
     )
 
@@ -179,10 +193,13 @@ def main() -> None:
     parser.add_argument("--size", choices=gpt.SIZES, default="small")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8, 16])
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     for schedule in options.schedules:
-        for row in rows_of(schedule, options.microbatches, options.size):
+        for row in rows_of(
+            schedule, options.microbatches, options.size, options.rounds
+        ):
             print(json.dumps(row) if options.json else line_of(row), flush=True)
 
 

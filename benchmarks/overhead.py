@@ -16,7 +16,9 @@ model. All ranks share this machine's cores, so processor time is measured, not 
 the main thread (which dispatches) and of the whole process, per action. It should not
 grow with the number of ranks or of microbatches. With --calls, the main thread's time
 of each rank is told apart: in torch_xla's call that runs a program, in its wait until
-the one before is launched, in its uploads, and in all else. The clock adds to each.
+the one before is launched, in its uploads, in dropping the values whose memory programs
+have taken, and in all else. The clock adds to each. Medians of steps, as JSON with
+their quartiles.
 
 Then the simulator lets stages of `--work-ms` for a forward and twice that for a
 backward run on up to 1,024 ranks under 1F1B with a microbatch for each rank, 128 at
@@ -49,6 +51,7 @@ from unittest import mock
 
 import gpt
 import torch
+from spread import medians_of, text_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -65,6 +68,8 @@ CALLS = {
     "launch": "_xla_sync_multi",
     "upload": "_global_tensor_from_cpu_shards",
 }
+# Destructors of torch_xla's are called where values are dropped.
+DROP = "drop"
 # docs/performance/p2p.md, in-graph: latency of 64 bytes, bandwidth of 16 MiB.
 MESSAGES = Link(latency_s=167e-6, bytes_per_s=11782e6)
 # docs/performance/liveness.md: one rank tells 31 others, which all are its children in
@@ -169,7 +174,9 @@ def timed_calls() -> Iterator[dict[str, float]]:
     """Sum up the CPU seconds of this thread in torch_xla's calls, by name."""
     from torch_xla import _XLAC
 
-    spent, thread = dict.fromkeys(CALLS, 0.0), threading.get_ident()
+    from torch_xla_pp.state import DonatedValues
+
+    spent, thread = dict.fromkeys([*CALLS, DROP], 0.0), threading.get_ident()
 
     def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -183,15 +190,18 @@ def timed_calls() -> Iterator[dict[str, float]]:
 
         return run
 
+    places = [(name, _XLAC, attribute) for name, attribute in CALLS.items()]
     with contextlib.ExitStack() as stack:
-        for name, attribute in CALLS.items():
-            call = timed(name, getattr(_XLAC, attribute))
-            stack.enter_context(mock.patch.object(_XLAC, attribute, call))
+        for name, owner, attribute in [*places, (DROP, DonatedValues, "add")]:
+            call = timed(name, getattr(owner, attribute))
+            stack.enter_context(mock.patch.object(owner, attribute, call))
         yield spent
 
 
-def cpu_times(work: Work, microbatches: int, has_calls: bool) -> dict[str, float]:
+def cpu_times(work: Work, microbatches: int, has_calls: bool) -> list[dict[str, float]]:
     """Return the CPU seconds per action of this rank: main thread, whole process.
+
+    There is a row for each step.
 
     Args:
         work: What each rank computes.
@@ -226,11 +236,10 @@ def cpu_times(work: Work, microbatches: int, has_calls: bool) -> dict[str, float
                 "process": time.process_time() - whole,
             }
             found.append(times | spent)
-    return {
-        f"{name}_s": statistics.median(times[name] for times in found[WARM_UP:])
-        / (2 * microbatches)
-        for name in found[0]
-    }
+    return [
+        {f"{name}_s": spent_s / (2 * microbatches) for name, spent_s in times.items()}
+        for times in found[WARM_UP:]
+    ]
 
 
 def levels(action_s: float) -> dict[str, Overhead]:
@@ -302,16 +311,15 @@ def measured_rows(
                 timeout_s=900,
             )
         job = {"ranks": count, **asdict(work), "microbatches": number}
-        yield (
-            {"what": "action"}
-            | job
-            | {
-                name: statistics.median(times[name] for times in found)
-                for name in ("main_s", "process_s")
-            }
-        )
-        for rank, times in enumerate(found if has_calls else ()):
-            yield {"what": "calls"} | job | {"rank": rank} | times
+        steps = list(zip(*found, strict=True))
+        middle = {
+            name: [statistics.median(own[name] for own in step) for step in steps]
+            for name in ("main_s", "process_s")
+        }
+        yield {"what": "action"} | job | medians_of(middle)
+        for rank, own in enumerate(found if has_calls else ()):
+            times = {name: [step[name] for step in own] for name in own[0]}
+            yield {"what": "calls"} | job | {"rank": rank} | medians_of(times)
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -319,11 +327,11 @@ def line_of(row: dict[str, Any]) -> str:
     if row["what"] == "action":
         return (
             f"{row['ranks']:4} ranks, {row['microbatches']:3} microbatches: "
-            f"{row['main_s'] * 1e6:5.0f} us of CPU per action in the main thread, "
-            f"{row['process_s'] * 1e6:5.0f} us in all threads"
+            f"{text_of(row, 'main_s', '.0f', 1e6)} us of CPU per action in the main "
+            f"thread, {text_of(row, 'process_s', '.0f', 1e6)} us in all threads"
         )
     if row["what"] == "calls":
-        calls = {name: row[f"{name}_s"] * 1e6 for name in CALLS}
+        calls = {name: row[f"{name}_s"] * 1e6 for name in [*CALLS, DROP]}
         calls["else"] = row["main_s"] * 1e6 - sum(calls.values())
         return f"  rank {row['rank']}: " + ", ".join(
             f"{us:.0f} us {name}" for name, us in calls.items()

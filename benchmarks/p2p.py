@@ -11,7 +11,8 @@ round trip; bandwidth is that of messages in one direction, answered once. With 
 the processor time and the page faults of both ranks, for each of these messages: other
 work on the machine changes them little. "memcpy" copies as many bytes within a process
 between buffers that are used again and again. The sides take turns, several times;
-medians are printed.
+medians are printed, and as JSON their quartiles, too. "in-graph to" is the ratio of the
+bandwidths in the same round.
 """
 
 import argparse
@@ -20,7 +21,6 @@ import functools
 import json
 import os
 import resource
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from spread import medians_of, ratios, sums, text_of
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe
 
@@ -209,22 +210,28 @@ def streamed(one_way: Callable[[int], None], count: int) -> Stream:
     return Stream(seconds, cpu_s / count, (after.ru_minflt - before.ru_minflt) / count)
 
 
-def medians(streams: Sequence[Stream]) -> Stream:
-    """Return medians of the rank's rounds, and the sum of both ranks' for what adds."""
-    own = [statistics.median(values) for values in zip(*streams, strict=True)]
+def figures_of(
+    size: int, trips_s: Sequence[float], streams: Sequence[Stream]
+) -> dict[str, list[float]]:
+    """Return the figures of each round, of both ranks together for what adds up."""
     both: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(both, own)
-    return Stream(own[0], sum(b[1] for b in both), sum(b[2] for b in both))
+    dist.all_gather_object(both, list(streams))
+    return {
+        "latency_us": [trip_s * 1e6 for trip_s in trips_s],
+        "mb_per_s": [size / stream.seconds / 1e6 for stream in streams],
+        "cpu_us": sums([[x.cpu_s * 1e6 for x in own] for own in both]),
+        "page_faults": sums([[x.page_faults for x in own] for own in both]),
+    }
 
 
-def latency_and_bandwidth(sizes: Sequence[int]) -> list[dict[str, float | str]]:
+def latency_and_bandwidth(sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Measure every size and side; only rank 0 returns rows."""
     import torch_xla_pp as xpp
 
     xpp.device()
     dist.init_process_group("xla_pp")
     rank = pin()
-    rows: list[dict[str, float | str]] = []
+    rows: list[dict[str, Any]] = []
     sides = (in_graph_side, host_side, gloo_side, memcpy_side)
     makers = dict(zip(SIDES, sides, strict=True))
     for size in sizes:
@@ -240,19 +247,11 @@ def latency_and_bandwidth(sizes: Sequence[int]) -> list[dict[str, float | str]]:
                 if attempt:  # the first one compiles and connects
                     seconds[side].append(trip_s)
                     streams[side].append(stream)
-        for side in SIDES:
-            one_way_s = statistics.median(seconds[side])
-            stream = medians(streams[side])
-            rows.append(
-                {
-                    "side": side,
-                    "bytes": size,
-                    "latency_us": one_way_s * 1e6,
-                    "mb_per_s": size / stream.seconds / 1e6,
-                    "cpu_us": stream.cpu_s * 1e6,
-                    "page_faults": stream.page_faults,
-                }
-            )
+        found = {side: figures_of(size, seconds[side], streams[side]) for side in SIDES}
+        ours = found["in_graph"]["mb_per_s"]
+        for side, rounds in found.items():
+            rounds["in_graph_to"] = ratios(ours, rounds["mb_per_s"])
+            rows.append({"side": side, "bytes": size} | medians_of(rounds))
     dist.barrier()
     return rows if rank == 0 else []
 
@@ -299,7 +298,7 @@ def delayed(transport: str) -> tuple[Any, Callable[[float], None]]:
     return group, delay
 
 
-def step_time_with_delay() -> list[dict[str, float | str]]:
+def step_time_with_delay() -> list[dict[str, Any]]:
     """Measure a pipeline's step while messages are held back for some time."""
     import torch_xla_pp as xpp
     from torch_xla_pp import xla_compat
@@ -326,20 +325,17 @@ def step_time_with_delay() -> list[dict[str, float | str]]:
                 seconds = timed(step, 3)
                 if attempt > 1:
                     times.setdefault((name, delay_s), []).append(seconds)
-    rows: list[dict[str, float | str]] = []
+    rows = []
     for (name, delay_s), found in times.items():
-        base_s = statistics.median(times[name, 0.0])
-        step_s = statistics.median(found)
-        rows.append(
-            {
-                "side": name,
-                "delay_ms": delay_s * 1e3,
-                "step_ms": step_s * 1e3,
-                "extra_ms": (step_s - base_s) * 1e3,
-                "extra_per_delay": (step_s - base_s) / delay_s if delay_s else 0.0,
-                "to_in_graph": step_s / statistics.median(times["in_graph", delay_s]),
-            }
-        )
+        more = [x - base for x, base in zip(found, times[name, 0.0], strict=True)]
+        rounds = {
+            "step_ms": [step_s * 1e3 for step_s in found],
+            "extra_ms": [extra_s * 1e3 for extra_s in more],
+            "extra_per_delay": [x / delay_s if delay_s else 0.0 for x in more],
+            "to_in_graph": ratios(found, times["in_graph", delay_s]),
+        }
+        row = {"side": name, "delay_ms": delay_s * 1e3}
+        rows.append(row | medians_of(rounds))
     dist.barrier()
     return rows if rank == 0 else []
 
@@ -377,8 +373,8 @@ def main() -> None:
             print(
                 f"{row['side']:8} {row['delay_ms']:6.1f} ms: step "
                 f"{row['step_ms']:7.1f} ms, {row['extra_ms']:6.1f} ms more = "
-                f"{row['extra_per_delay']:.1f} delays, {row['to_in_graph']:.2f} of "
-                "in_graph"
+                f"{text_of(row, 'extra_per_delay', '.1f')} delays, "
+                f"{text_of(row, 'to_in_graph')} of in_graph"
             )
         print(
             "Receives that overlap computation cost about 2 delays (fill and drain), "
@@ -405,13 +401,17 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         print(f"\n{unit:>12} " + " ".join(f"{head:>10}" for head in heads))
         for size, sides in by_size.items():
             found = {side: sides[side][figure] for side in SIDES}
-            ratios = [
+            to_others = [
                 found["in_graph"] / found[other] if found[other] else float("nan")
                 for other in others
             ]
             texts = [f"{value:>10.1f}" for value in found.values()]
-            texts += [f"{ratio:>10.2f}" for ratio in ratios]
+            texts += [f"{ratio:>10.2f}" for ratio in to_others]
             print(f"{size:>12} " + " ".join(texts))
+    print("\nin-graph to, by MB/s of the same round")
+    for size, sides in by_size.items():
+        texts = [f"{other} {text_of(sides[other], 'in_graph_to')}" for other in others]
+        print(f"{size:>12}  {', '.join(texts)}")
 
 
 if __name__ == "__main__":

@@ -16,19 +16,20 @@ predicted_s: The same of simulated steps, in the mean, as actions vary.
 mean_s: The same of one step whose actions take their mean times, which is short.
 error: predicted_s / measured_s - 1 of the same round. Should be within 5 %.
 measured_bubble, predicted_bubble: Share of the ranks' time that is no work.
+..._spread: The first and the third quartile of each of these.
 """
 
 import argparse
 import json
 import os
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import Any
 
 import gpt
 import sides
 from pinning import check_pinned
 from sides import NUM_RANKS, Side
+from spread import medians_of, text_of
 
 from torch_xla_pp.schedule import (
     Schedule,
@@ -100,24 +101,24 @@ def row_of(
         predicted.append(simulate(order, costs, network))
         expected_s.append(expected_step_s(order, costs, network))
     pairs = zip(expected_s, measured, strict=True)
-    return {
-        "schedule": schedule,
-        "microbatches": microbatches,
-        "measured_s": median(step.step_s for step in measured),
-        "predicted_s": median(expected_s),
-        "mean_s": median(step.step_s for step in predicted),
-        "error": median(guess_s / step.step_s - 1 for guess_s, step in pairs),
-        "measured_bubble": median(summarize(s).bubble_share for s in measured),
-        "predicted_bubble": median(summarize(s).bubble_share for s in predicted),
+    found = {
+        "measured_s": [step.step_s for step in measured],
+        "predicted_s": expected_s,
+        "mean_s": [step.step_s for step in predicted],
+        "error": [guess_s / step.step_s - 1 for guess_s, step in pairs],
+        "measured_bubble": [summarize(s).bubble_share for s in measured],
+        "predicted_bubble": [summarize(s).bubble_share for s in predicted],
     }
+    return {"schedule": schedule, "microbatches": microbatches} | medians_of(found)
 
 
 def line_of(row: dict[str, Any], mark: str) -> str:
     """Return a row as a line of text."""
     return (
         f"{row['schedule']:21} M={row['microbatches']:<3}{mark:1}"
-        f" measured {row['measured_s']:7.4f} s  predicted {row['predicted_s']:7.4f} s"
-        f"  error {row['error']:+6.1%}  bubble {row['measured_bubble']:5.1%}"
+        f" measured {text_of(row, 'measured_s', '.3f')} s  predicted"
+        f" {text_of(row, 'predicted_s', '.3f')} s  error"
+        f" {text_of(row, 'error', '+.1%')}  bubble {row['measured_bubble']:5.1%}"
         f" and {row['predicted_bubble']:5.1%}"
     )
 

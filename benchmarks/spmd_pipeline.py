@@ -8,9 +8,9 @@ Equal transformer blocks without embedding and head, a square loss, SGD, two dev
 devices, `xpp.spmd_pipeline` as its only stage, GPipe's order or circular with two
 repeats. `jax`: the same in JAX (`shard_map` and `ppermute`; `jax_pipeline.py`), if
 `--jax` has a Python that has it, see `stage_time.py`. All have the same two cores. Each
-side runs in processes of its own, so they take turns as a whole: medians over the steps
-of all turns are printed, and the ratio to the first row of the same number of
-microbatches.
+side runs in processes of its own, so they take turns as a whole: medians over turns, of
+the median step of each, are printed with their quartiles, and the ratio to the first
+row of the same number of microbatches, likewise of turns.
 """
 
 import argparse
@@ -26,6 +26,7 @@ import gpt
 import sides
 import torch
 import torch.distributed as dist
+from spread import medians_of, ratios, text_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -166,19 +167,17 @@ def rows_of(microbatches: int, size_name: str, jax: str) -> list[dict[str, Any]]
     for _ in range(TURNS):
         for side in seconds:
             try:
-                seconds[side] += turn(side, microbatches, size_name, jax)
+                steps = turn(side, microbatches, size_name, jax)
+                seconds[side].append(statistics.median(steps))
             except RuntimeError as error:
                 errors[side] = str(error)
-    base = statistics.median(next(iter(seconds.values())))
+    base = next(iter(seconds.values()))
     return [
         {"side": side, "model": size_name, "microbatches": microbatches}
         | (
             {"error": errors[side]}
             if side in errors
-            else {
-                "step_s": statistics.median(found),
-                "ratio": statistics.median(found) / base,
-            }
+            else medians_of({"step_s": found, "ratio": ratios(found, base)})
         )
         for side, found in seconds.items()
     ]
@@ -189,7 +188,7 @@ def line_of(row: dict[str, Any]) -> str:
     start = f"{row['model']} M={row['microbatches']:<3} {row['side']:14}"
     if "error" in row:
         return f"{start} did not run: {row['error']}"
-    return f"{start} {row['step_s']:6.3f} s  ratio {row['ratio']:.2f}"
+    return f"{start} {text_of(row, 'step_s', '.3f')} s  ratio {text_of(row, 'ratio')}"
 
 
 def main() -> None:

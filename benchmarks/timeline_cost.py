@@ -13,13 +13,14 @@ cpu_ratio: The same of the processor time of all threads of both ranks, which ot
     of the machine disturbs less.
 around_s: What `profile_step` takes before and after the step, to compare clocks and to
     gather the notes of all ranks.
+..._spread: The first and the third quartile of each of these; ratios are of two steps,
+    one behind the other.
 compiles: Programs compiled in the timed steps, over both ranks; should be 0.
 """
 
 import argparse
 import json
 import os
-import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +30,7 @@ import sides
 import torch.distributed as dist
 from pinning import check_pinned
 from sides import NUM_RANKS, SCHEDULES, Side
+from spread import medians_of, ratios, sums, text_of
 from step_time import gathered, num_compiles
 
 ROUNDS = 15
@@ -68,12 +70,11 @@ def cell(
         "schedule": schedule,
         "microbatches": microbatches,
     }
-    row |= {f"{name}_s": statistics.median(found) for name, found in times.items()}
-    row["ratio"] = row["on_s"] / row["off_s"]
-    off_s, on_s = (
-        sum(gathered(statistics.median(cpu_times[name]))) for name in ("off", "on")
-    )
-    row["cpu_ratio"] = on_s / off_s
+    found = {f"{name}_s": own for name, own in times.items()}
+    found["ratio"] = ratios(times["on"], times["off"])
+    cpu = {name: sums(gathered(cpu_times[name])) for name in ("off", "on")}
+    found["cpu_ratio"] = ratios(cpu["on"], cpu["off"])
+    row |= medians_of(found)
     row["compiles"] = sum(gathered(num_compiles() - before))
     return row
 
@@ -96,7 +97,8 @@ def line_of(row: dict[str, Any]) -> str:
     return (
         f"{row['model']} {row['schedule']:21} M={row['microbatches']:<3}"
         f" off {row['off_s']:6.3f} s  on {row['on_s']:6.3f} s"
-        f"  ratio {row['ratio']:.3f}  cpu ratio {row['cpu_ratio']:.3f}"
+        f"  ratio {text_of(row, 'ratio', '.3f')}"
+        f"  cpu ratio {text_of(row, 'cpu_ratio', '.3f')}"
         f"  around {row['around_s'] * 1e3:5.1f} ms  compiles {row['compiles']}"
     )
 

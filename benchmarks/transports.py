@@ -11,13 +11,13 @@ in_graph_s, host_s: Time of a step, the optimizer's included.
 ratio: host_s / in_graph_s. Should be below 1.15.
 cpu_ratio: The same of the processor time of all threads of both ranks, which other load
     of the machine disturbs less.
+..._spread: The first and the third quartile of each of these; ratios are of turns.
 compiles: Programs compiled in the timed steps, over both ranks; should be 0.
 """
 
 import argparse
 import json
 import os
-import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +28,7 @@ import sides
 import torch.distributed as dist
 from pinning import check_pinned
 from sides import NUM_RANKS, SCHEDULES, Side
+from spread import medians_of, ratios, sums, text_of
 from step_time import gathered, num_compiles
 
 TRANSPORTS = ("in_graph", "host")
@@ -57,18 +58,16 @@ def cell(
             cpu_times.setdefault(name, []).append(cpu_s)
     check_pinned(core)
     compiles = sum(gathered(num_compiles() - before))
-    host, in_graph = (statistics.median(times[x]) for x in ("host", "in_graph"))
-    cpu = {x: sum(gathered(statistics.median(cpu_times[x]))) for x in TRANSPORTS}
+    cpu = {x: sums(gathered(cpu_times[x])) for x in TRANSPORTS}
+    rounds = {f"{name}_s": own for name, own in times.items()}
+    rounds["ratio"] = ratios(times["host"], times["in_graph"])
+    rounds["cpu_ratio"] = ratios(cpu["host"], cpu["in_graph"])
     return {
         "model": size_name,
         "schedule": schedule,
         "microbatches": microbatches,
-        "in_graph_s": in_graph,
-        "host_s": host,
-        "ratio": host / in_graph,
-        "cpu_ratio": cpu["host"] / cpu["in_graph"],
         "compiles": compiles,
-    }
+    } | medians_of(rounds)
 
 
 def side_of(transport: str, schedule: str, microbatches: int, size: str) -> Side:
@@ -103,8 +102,8 @@ def line_of(row: dict[str, Any]) -> str:
     return (
         f"{row['model']} {row['schedule']:14} M={row['microbatches']:<3} in graph "
         f"{row['in_graph_s']:6.3f} s  host {row['host_s']:6.3f} s  ratio "
-        f"{row['ratio']:.3f}  of processor time {row['cpu_ratio']:.3f}  compiles "
-        f"{row['compiles']}"
+        f"{text_of(row, 'ratio')}  of processor time {text_of(row, 'cpu_ratio')}  "
+        f"compiles {row['compiles']}"
     )
 
 
