@@ -5,15 +5,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def medians_of(rounds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+def medians_of(rounds: Mapping[str, list[float]]) -> dict[str, Any]:
     """Return the median of each figure, and its quartiles as `<figure>_spread`.
 
     Args:
-        rounds: Figure → its value in each round, of which there are two or more.
+        rounds: Figure → its value in each round; a single one is its own quartiles.
     """
     row: dict[str, Any] = {}
     for name, values in rounds.items():
-        first, row[name], third = statistics.quantiles(values, n=4)
+        several = values if len(values) > 1 else 2 * values
+        first, row[name], third = statistics.quantiles(several, n=4)
         row[f"{name}_spread"] = (first, third)
     return row
 

@@ -61,7 +61,7 @@ def test_the_library_is_chosen_by_the_processor(
     assert best_products(path, None) == name
 
 
-def test_kernels_that_the_user_has_chosen_are_used_if_they_are_the_fastest(
+def test_kernels_that_the_user_has_chosen_are_used_if_they_are_fast(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "cpuinfo"
