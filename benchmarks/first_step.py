@@ -3,7 +3,7 @@
     python benchmarks/first_step.py --layers 4 12 24 48 --json
     python benchmarks/first_step.py --size small --layers 8
     python benchmarks/first_step.py --kinds manual --layers 48 --stages 1 2 4 8
-    python benchmarks/first_step.py --kinds manual --layers 48 --profile /tmp/first
+    python benchmarks/first_step.py --layers 48 --rounds 1 --profile /tmp/first
 
 The GPT of `gpt.py` with more layers, on two ranks of one local device each, rank r with
 all its threads on core r; 1F1B with two microbatches, interleaved where a rank has
@@ -206,7 +206,7 @@ def row_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """Return a row as lines of text: seconds, and processor seconds in brackets."""
+    """Return a row as lines of text; phases with processor seconds in brackets."""
     head = (
         f"{row['kind']} {row['layers']} layers of width {row['width']}, "
         f"{row['stages']} stages, rank {row['rank']}: {text_of(row, 'total_s', '.1f')} "

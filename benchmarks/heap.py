@@ -1,7 +1,7 @@
 """A step with freed memory kept, and with what glibc does.
 
     python benchmarks/heap.py
-    python benchmarks/heap.py --size large --schedules 1F1B --rounds 2 --json
+    python benchmarks/heap.py --size large --schedules 1F1B --rounds 1 --json
 
 Two ranks of one local device each, rank r with all its threads on core r, train the GPT
 of `gpt.py` with eight microbatches. Malloc is set once per process, so the sides take

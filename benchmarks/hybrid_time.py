@@ -20,10 +20,10 @@ cell is not timed where those of the first steps do not. Columns, named as in th
 
 ours_s, peer_s: Time of a step, the optimizer's included.
 ratio: ours_s / peer_s, of the same turn; the median.
-spread: The same ratio's first and third quartiles.
 ours_cpu_s, peer_cpu_s: Processor time of a step, of all threads of all processes.
     Other work on the machine changes it less than the time of a step.
-cpu_ratio, cpu_spread: The same of ours_cpu_s / peer_cpu_s.
+cpu_ratio: The same of ours_cpu_s / peer_cpu_s.
+..._spread: The first and the third quartile of each of these.
 loss_difference: The largest relative difference of the sides' mean losses in any turn.
 first_step_s: Our first step and the making of the stages before.
 compiles: Programs that we compiled or looked up by graph in the timed steps, by
@@ -34,7 +34,6 @@ import argparse
 import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -47,6 +46,7 @@ import gpt
 import torch.distributed as dist
 from hybrid_sides import DEVICES, LAYOUTS, PATIENCE, answer_key_of, key_of
 from sides import NUM_RANKS, SCHEDULES
+from spread import medians_of, ratios, text_of
 
 SIDES = {"ours": NUM_RANKS, "peer": NUM_RANKS * DEVICES}
 ROUNDS = 7
@@ -168,23 +168,19 @@ def measure(cell: Cell, cores: Sequence[int], rounds: int) -> dict[str, Any]:
     }
     for kind, prefix in (("step_s", ""), ("cpu_s", "cpu_")):
         values = {side: [turn[side][kind] for turn in turns] for side in SIDES}
-        for side, own in values.items():
-            row[f"{side}_{prefix}s"] = statistics.median(own)
-        pairs = zip(values["ours"], values["peer"], strict=True)
-        ratios = [ours / peer for ours, peer in pairs]
-        first, row[f"{prefix}ratio"], third = statistics.quantiles(ratios, n=4)
-        row[f"{prefix}spread"] = first, third
+        found = {f"{side}_{prefix}s": own for side, own in values.items()}
+        found[f"{prefix}ratio"] = ratios(values["ours"], values["peer"])
+        row |= medians_of(found)
     return row
 
 
 def line_of(row: dict[str, Any]) -> str:
     """Return a row as a line of text."""
-    first, third = row["spread"]
     return (
         f"{row['model']} {row['layout']:4} {row['schedule']:21}"
         f" M={row['microbatches']:<3}"
         f" ours {row['ours_s']:6.3f} s  peer {row['peer_s']:6.3f} s"
-        f"  ratio {row['ratio']:.2f} ({first:.2f} to {third:.2f})"
+        f"  ratio {text_of(row, 'ratio')}"
         f"  processors {row['ours_cpu_s']:6.3f} s  {row['peer_cpu_s']:6.3f} s"
         f"  ratio {row['cpu_ratio']:.2f}  losses differ by {row['loss_difference']:.0e}"
         f"  first step {row['first_step_s']:.1f} s  compiles {row['compiles']}"

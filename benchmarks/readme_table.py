@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from spread import text_of
+
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- figures: benchmarks/readme_table.py -->\n", "<!-- figures: end -->\n"
 MICROBATCHES = 8
@@ -59,7 +61,7 @@ def _line(
         name,
         f"{step['ours_s']:.2f} s",
         f"{step['peer_s']:.2f} s",
-        f"{step['ratio']:.2f} ({step['spread'][0]:.2f} to {step['spread'][1]:.2f})",
+        text_of(step, "ratio"),
         f"{prediction['error']:+.1%}".replace("-", "−").replace("%", " %"),
         f"{prediction['measured_bubble']:.1%}".replace("%", " %"),
         f"{step['dispatch_us'] / 1e3:.1f} ms",

@@ -39,6 +39,7 @@ import numpy as np
 import programs
 import torch
 from pinning import check_pinned, pin
+from spread import medians_of, ratios
 from torch import Tensor, nn
 
 ROUNDS = 15
@@ -253,10 +254,8 @@ def columns(seconds: Mapping[str, list[float]]) -> dict[str, Any]:
     spread = {}
     for name, (left, right) in RATIOS.items():
         if {left, right} <= seconds.keys():
-            pairs = zip(seconds[left], seconds[right], strict=True)
-            ratios = [one / other for one, other in pairs]
-            first, row[name], third = statistics.quantiles(ratios, n=4)
-            spread[name] = first, third
+            found = medians_of({name: ratios(seconds[left], seconds[right])})
+            row[name], spread[name] = found[name], found[f"{name}_spread"]
     return row | {"spread": spread}
 
 
@@ -264,11 +263,11 @@ def line_of(row: dict[str, Any]) -> str:
     """Return a row as lines of text."""
     sides = [n.removesuffix("_ms") for n in row if n.endswith("_ms")]
     times = "  ".join(f"{side} {row[f'{side}_ms']:.1f} ms" for side in sides)
-    ratios = "  ".join(
+    compared = "  ".join(
         f"{name} {row[name]:.2f} ({first:.2f} to {third:.2f})"
         for name, (first, third) in row["spread"].items()
     )
-    return f"{row['model']}  {times}\n{ratios}\nlargest error {row['error']:.1e}"
+    return f"{row['model']}  {times}\n{compared}\nlargest error {row['error']:.1e}"
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ needs a C++ compiler. Columns, as the JSON names them:
 ours_s, peer_s, compiled_peer_s: Time of a step, the optimizer's included. Where there
     is no compiled peer, `compiled_error` says why.
 ratio: ours_s / peer_s, of the same turn; the median.
-spread: The same ratio's first and third quartiles.
+..._spread: The first and the third quartile of each of these.
 peer_schedule (with `--together`): That of the peer. All schedules of both sides take
     their turns in the same rounds then, with no other columns than these; a last row
     has the fastest of ours and the fastest of theirs, by medians.
@@ -45,9 +45,8 @@ import argparse
 import gc
 import json
 import os
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -58,6 +57,7 @@ import sides
 import torch.distributed as dist
 from pinning import check_pinned
 from sides import NUM_RANKS, ONE_STAGE, SCHEDULES, MakeStage, Side
+from spread import medians_of, ratios, text_of
 
 ROUNDS = 7
 STEPS = 2
@@ -139,14 +139,12 @@ class Bench:
 
         def row(what: str, ours: str, peer: str) -> dict[str, Any]:
             times = {"ours": seconds[f"{ours} ours"], "peer": seconds[f"{peer} peer"]}
-            return {
+            return compared(times) | {
                 "what": what,
                 "model": self.job.size_name,
                 "microbatches": microbatches,
                 "schedule": ours,
                 "peer_schedule": peer,
-                **{f"{side}_s": statistics.median(x) for side, x in times.items()},
-                **ratios(times["ours"], times["peer"]),
             }
 
         rows = [row("together", schedule, schedule) for schedule in self.job.schedules]
@@ -186,11 +184,7 @@ class Bench:
         """Let the sides take turns; return times, and what ours compiled meanwhile."""
         self._warm_up(turns)
         before = num_compiles()
-        seconds = self._seconds(turns)
-        found: dict[str, Any] = {
-            f"{name}_s": statistics.median(values) for name, values in seconds.items()
-        }
-        found |= ratios(seconds["ours"], seconds["peer"])
+        found = compared(self._seconds(turns))
         return found | {"compiles": sum(gathered(num_compiles() - before))}
 
     def _seconds(self, turns: dict[str, Side | None]) -> dict[str, list[float]]:
@@ -246,11 +240,10 @@ class Bench:
         }
 
 
-def ratios(ours: Sequence[float], peers: Sequence[float]) -> dict[str, Any]:
-    """Return the median of the ratios of times in the same turn, and the quartiles."""
-    pairs = zip(ours, peers, strict=True)
-    first, ratio, third = statistics.quantiles([a / b for a, b in pairs], n=4)
-    return {"ratio": ratio, "spread": (first, third)}
+def compared(seconds: Mapping[str, list[float]]) -> dict[str, Any]:
+    """Return the times of sides that took turns, and the ratio of ours to the peer."""
+    rounds = {f"{name}_s": values for name, values in seconds.items()}
+    return medians_of(rounds | {"ratio": ratios(seconds["ours"], seconds["peer"])})
 
 
 def with_cpu_time(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
@@ -305,11 +298,10 @@ def line_of(row: dict[str, Any]) -> str:
         ours, eager = row["per_layer_ms"], row["eager_per_layer_ms"]
         both = f"ours {ours:7.2f} ms  eager {eager:7.2f} ms"
         return f"{row['layers']} layers, per layer: {both}  ratio {row['ratio']:.2f}"
-    first, third = row["spread"]
     line = (
         f"{row['model']} {row['schedule']:21} M={row['microbatches']:<3}"
         f" ours {row['ours_s']:6.3f} s  peer {row['peer_s']:6.3f} s"
-        f"  ratio {row['ratio']:.2f} ({first:.2f} to {third:.2f})"
+        f"  ratio {text_of(row, 'ratio')}"
     )
     if row["what"] in ("together", "best"):
         is_best = row["what"] == "best"
