@@ -32,6 +32,7 @@ namespace xla_pp {
   X(kSplit, split)                     \
   X(kAttention, attention)             \
   X(kAttentionGrad, attention_grad)    \
+  X(kPlaced, placed)                   \
   X(kPause, pause)
 
 // The words of a number of an operand.
@@ -187,6 +188,13 @@ namespace xla_pp {
   X(value_grad_result)               \
   XPP_LAYOUT_FIELDS(X, value_grad)
 
+// Where an operand or a result of an op lies, for a call of it on pieces of larger
+// values. `value` counts the call's operands, then its results; `offset` is in numbers
+// of float32, or -1 for all of that value. Otherwise `rank` sizes come after these
+// fields. The attribute `places` has the op, then how many operands there are and the
+// place of each, then likewise for results.
+#define XPP_PLACE_FIELDS(X) X(value) X(offset) X(rank)
+
 #define XPP_NUMBER(number, name) number,
 #define XPP_NAME(number, name) " " #name
 #define XPP_LETTER(letter) #letter
@@ -223,12 +231,16 @@ struct AttentionFields {
 struct AttentionGradFields {
   XPP_ATTENTION_GRAD_FIELDS(XPP_FIELD)
 };
+struct PlaceFields {
+  XPP_PLACE_FIELDS(XPP_FIELD)
+};
 struct InboxStats {
   XPP_STATS_FIELDS(XPP_FIELD)
 };
 
 constexpr size_t kRouteFields = XPP_ROUTE_FIELDS(XPP_ONE);
 constexpr size_t kRowFields = XPP_ROW_FIELDS(XPP_ONE);
+constexpr size_t kPlaceFields = XPP_PLACE_FIELDS(XPP_ONE);
 
 // All of it, as `native.abi.text` writes it.
 constexpr char kAbi[] =
@@ -253,6 +265,7 @@ constexpr char kAbi[] =
     "gelu" XPP_GELU_FIELDS(XPP_FIELD_NAME) "\n"
     "copy" XPP_COPY_FIELDS(XPP_FIELD_NAME) "\n"
     "attention" XPP_ATTENTION_FIELDS(XPP_FIELD_NAME) "\n"
-    "attention_grad" XPP_ATTENTION_GRAD_FIELDS(XPP_FIELD_NAME) "\n";
+    "attention_grad" XPP_ATTENTION_GRAD_FIELDS(XPP_FIELD_NAME) "\n"
+    "place" XPP_PLACE_FIELDS(XPP_FIELD_NAME) "\n";
 
 }  // namespace xla_pp

@@ -27,6 +27,7 @@
 #include "gelu.h"
 #include "pages.h"
 #include "pause.h"
+#include "placed.h"
 #include "products.h"
 #include "recorder.h"
 #include "rows.h"
@@ -343,13 +344,14 @@ XLA_FFI_Handler* const kHandlers[] = {kSend,
                                       SplitHandler(),
                                       AttentionHandler(),
                                       AttentionGradHandler(),
+                                      PlacedHandler(),
                                       PauseHandler()};
 
 }  // namespace
 
-const void* HandlerOf(Op op) {
-  return reinterpret_cast<const void*>(kHandlers[static_cast<int32_t>(op)]);
-}
+XLA_FFI_Handler* HandlerFor(Op op) { return kHandlers[static_cast<int32_t>(op)]; }
+
+const void* HandlerOf(Op op) { return reinterpret_cast<const void*>(HandlerFor(op)); }
 
 std::string RegisterHandler(const void* get_api, const std::string& target, Op op) {
   const auto* api = reinterpret_cast<const XLA_FFI_Api* (*)()>(get_api)();
@@ -360,7 +362,7 @@ std::string RegisterHandler(const void* get_api, const std::string& target, Op o
            "built with";
   }
   XLA_FFI_Error* error = ffi::Ffi::RegisterStaticHandler(
-      api, target, "Host", kHandlers[static_cast<int32_t>(op)]);
+      api, target, "Host", HandlerFor(op));
   if (!error) return "";
   XLA_FFI_Error_GetMessage_Args message{};
   message.struct_size = XLA_FFI_Error_GetMessage_Args_STRUCT_SIZE;

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "abi.h"
+#include "xla/ffi/api/c_api.h"
 
 namespace xla_pp {
 
@@ -12,7 +13,9 @@ namespace xla_pp {
 // runs the programs.
 std::string RegisterHandler(const void* get_api, const std::string& target, Op op);
 
-// Returns the handler of an op, an XLA_FFI_Handler*, to be registered elsewhere.
+XLA_FFI_Handler* HandlerFor(Op op);
+
+// Returns the same to be registered elsewhere.
 const void* HandlerOf(Op op);
 
 }  // namespace xla_pp

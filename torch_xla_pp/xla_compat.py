@@ -726,20 +726,25 @@ def attributes_text(attributes: Mapping[str, int]) -> str:
     return f"{{{fields}}}" if fields else ""
 
 
-def call_module(module: bytes, operands: Sequence[Tensor]) -> list[Tensor]:
+def call_module(
+    module: bytes, operands: Sequence[Tensor], *, is_kept: bool = True
+) -> list[Tensor]:
     """Run a module in a graph for one device.
 
     Args:
         module: An `HloModuleProto`.
         operands: A value for each of its parameters.
+        is_kept: Whether to keep what is made of it for the next call.
     """
-    given = list(operands)
-    return list(_XLAC._xla_user_computation(_CALLED, given, _computation(module)))
+    computation = (_computation if is_kept else _new_computation)(module)
+    return list(_XLAC._xla_user_computation(_CALLED, list(operands), computation))
 
 
-@functools.cache
-def _computation(module: bytes) -> Any:
+def _new_computation(module: bytes) -> Any:
     return _XLAC._xla_op_computation_from_module_proto(_CALLED, module)
+
+
+_computation = functools.cache(_new_computation)
 
 
 def flash_attention(

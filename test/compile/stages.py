@@ -31,6 +31,7 @@ class Compiled:
         rules: Sequence[LoweringRule] = (),
         used: Mapping[str, Any] | None = None,
         grouping: Grouping | None = None,
+        is_recycling: bool = False,
         **kwargs: Any,
     ) -> None:
         self.mesh = mesh
@@ -60,6 +61,7 @@ class Compiled:
             rules=rules,
             used=used,
             grouping=grouping,
+            is_recycling=is_recycling,
         )
         self.sum_programs = SumPrograms(self.programs.summed)
 

@@ -83,6 +83,7 @@ def test_the_table_lists_every_name_that_the_file_makes() -> None:
         names.SEED,
         names.storage_of("NAME"),
         names.bundle_name("MAKER", "DTYPE"),  # type: ignore[arg-type]
+        names.flat_name("MAKER"),
         names.captured_scalar("SLOT"),  # type: ignore[arg-type]
         names.TOKEN,
         names.output_name("INDEX"),  # type: ignore[arg-type]

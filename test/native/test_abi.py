@@ -35,6 +35,7 @@ _LISTS = {
     "XPP_COPY_FIELDS": "copy",
     "XPP_ATTENTION_FIELDS": "attention",
     "XPP_ATTENTION_GRAD_FIELDS": "attention_grad",
+    "XPP_PLACE_FIELDS": "place",
 }
 
 

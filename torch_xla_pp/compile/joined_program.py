@@ -70,6 +70,7 @@ class JoinedProgram:
             received=forward.received,
             wanted=wanted,
             recycled=(),
+            made_flat=(),
         )
         self.program = Program(spec)
 

@@ -40,6 +40,8 @@ Name                     Made by                      Read by
                          that nobody reads any more   in the memory of the old one
 `small:MAKER:DTYPE`      a program: small values,     backwards, in the parts that
                          see `compile.bundles`        they are made of
+`flat:MAKER`             a program: large values,     backwards, which read its parts
+                         see `compile.flat_values`    where they lie
 `captured:SLOT`          the trace of a program:      that program
                          scalars that are built in
 `token`                  programs with operations     nobody: it keeps these alive
@@ -195,6 +197,11 @@ def storage_of(name: str) -> str:
 def bundle_name(maker: str, dtype: torch.dtype) -> str:
     """Return the name of small values that pass as one; that of sums is a role."""
     return f"small:{maker}:{dtype}"
+
+
+def flat_name(maker: str) -> str:
+    """Return the name of large values that a program writes into one."""
+    return f"flat:{maker}"
 
 
 def captured_scalar(slot: int) -> str:

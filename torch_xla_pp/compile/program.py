@@ -33,6 +33,7 @@ from torch import Tensor, fx
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import border
+from torch_xla_pp.compile.flat_values import FlatValue, flatten
 from torch_xla_pp.compile.lowering import Lowering
 from torch_xla_pp.compile.names import MARK, SEED, TOKEN, captured_scalar, storage_of
 from torch_xla_pp.compile.program_spec import ProgramSpec
@@ -182,8 +183,8 @@ class Program:
         self._pins = {
             n: spec.pins[n] for n in pinned if n in spec.pins.keys() - bundled
         }
-        self._checked = [i for i, n in enumerate(self.inputs) if n in spec.checked]
-        self._donated = [i for i, n in enumerate(self.inputs) if n in spec.donated]
+        self._given: tuple[FlatValue, ...] = ()
+        self._take(())
         self._title = f"{spec.function.name} program"
         self._expected: list[str] = []
         self._hash: xla_compat.GraphHash | None = None
@@ -192,14 +193,28 @@ class Program:
         # The input that each parameter is, and parameters that are no inputs.
         self._names: list[str] = []
         self._captured: dict[str, Tensor] = {}
-        self._has_seed = False
+        # The handle of the seed that it was traced with; it is no longer listed under
+        # its id once it is an operand of a call.
+        self._seed: int | None = None
         self._bound: BoundParameters | None = None
         # Shapes and dtypes of values whose memory outputs take, and those values that
         # the trace has made, until the first run.
         self._storages: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._first_storages: dict[str, Tensor] = {}
+        # Programs for values that come in other flat ones.
+        self._others: dict[tuple[FlatValue, ...], Program] = {}
         # Its computation, while it is traced.
         self._lowering: Lowering | None = None
+
+    def _take(self, given: tuple[FlatValue, ...]) -> None:
+        """Take values from flat ones where they are in these."""
+        self._given = given
+        flat_of = {name: flat.name for flat in given for name in flat.parts}
+        needed = (flat_of.get(name, name) for name in self.spec.inputs)
+        self.inputs = tuple(dict.fromkeys(needed))
+        spec = self.spec
+        self._checked = [i for i, n in enumerate(self.inputs) if n in spec.checked]
+        self._donated = [i for i, n in enumerate(self.inputs) if n in spec.donated]
 
     @functools.cached_property
     def _marked(self) -> "Program":
@@ -235,15 +250,22 @@ class Program:
             marked = self._marked(values, seed, fixed)
             self.extra = self._marked.extra
             return marked
+        given = tuple(flat for flat in self.spec.given_flat if flat.name in values)
         if self._hash is None:
+            self._take(given)
             everything = {**values, **(fixed or {})}
             self._hash = self._trace([everything[name] for name in self.inputs])
+        elif given != self._given:
+            other = self._others.setdefault(given, Program(self.spec))
+            results = other(values, seed, fixed)
+            self.extra = other.extra
+            return results
         elif self._checked:
             self._check_shardings(values)
         self.extra = self._own
         if self._storages and not values.keys() >= self._storages.keys():
             values = {**self._new_storages(values), **values}
-        if self._has_seed:
+        if self._seed is not None:
             values = {**values, SEED: xla_compat.seed_tensor(seed)}
         parameters = self._bound_to(fixed).complete(values)
         outputs = xla_compat.run_graph(self._hash, parameters)
@@ -308,8 +330,11 @@ class Program:
         given = args
         try:
             for _ in range(_MOST_MISTAKEN):
+                self.outputs = self.spec.outputs
+                self._storages, self._first_storages, self._seed = {}, {}, None
                 with torch.no_grad(), xla_compat.fixed_seed(0):
                     outputs = self._compute(dict(zip(self.inputs, given, strict=True)))
+                    outputs = self._recycle(self._flatten(args, outputs))
                 self._map_parameters(args, outputs)
                 donated = [args[i] for i in self._donated]
                 with xla_compat.donating([*donated, *self._first_storages.values()]):
@@ -349,6 +374,8 @@ class Program:
     def _compute(self, values: dict[str, Tensor]) -> list[Tensor]:
         """Receive, run the function and send; all of it pending."""
         bundles = self.spec.bundles
+        for flat in self._given:
+            values |= flat.taken_apart(values[flat.name])
         for bundle in bundles:
             values |= bundle.parts(values[bundle.name]) if bundle.name in values else {}
         tokens = [notes.begin_op(values[MARK])] if self.spec.is_marked else []
@@ -368,23 +395,52 @@ class Program:
         values |= {bundle.name: bundle.joined(values) for bundle in made}
         if self.spec.is_marked:
             values[TOKEN] = self._end(values)
-        values |= self._recycle({name: values[name] for name in self.spec.recycled})
         return [values[name] for name in self.outputs]
 
-    def _recycle(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _flatten(self, args: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
+        """Let calls write and read pending values in flat ones."""
+        made = self.spec.made_flat
+        if not made and not self._given:
+            return outputs
+        parameters = self._map_parameters(args, outputs)
+        given = {flat.name for flat in self._given}
+        read = [i for i, name in enumerate(self._names) if name in given]
+        named = dict(zip(self.outputs, outputs, strict=True))
+        found = flatten(named, made, parameters, read)
+        if found is None:
+            return outputs
+        self.outputs = tuple(found.values)
+        self._add_storages(found.storages)
+        for name in found.values.keys() & self._pins.keys():
+            xla_compat.annotate(found.values[name], self._pins[name])
+        return [*found.values.values()]
+
+    def _recycle(self, outputs: list[Tensor]) -> list[Tensor]:
         """Let pending results take the memory of values made for the first run.
 
-        Returns:
-            One of the results, in which the program reads these values.
+        Flat ones do already. One of the others becomes another one in which the program
+        reads these values.
         """
-        if not results:
-            return {}
-        looks = {storage_of(n): (x.shape, x.dtype) for n, x in results.items()}
-        made = xla_compat.new_values([*looks.values()])
-        self._storages = looks
-        self._first_storages = dict(zip(looks, made, strict=True))
-        smallest = min(results, key=lambda name: results[name].numel())
-        return {smallest: xla_compat.tie(results[smallest], made)}
+        named = dict(zip(self.outputs, outputs, strict=True))
+        missing = [
+            name
+            for name in self.spec.recycled
+            if name in named and storage_of(name) not in self._storages
+        ]
+        if not missing:
+            return outputs
+        looks = [(named[name].shape, named[name].dtype) for name in missing]
+        made = xla_compat.new_values(looks)
+        self._add_storages(dict(zip(missing, made, strict=True)))
+        smallest = min(missing, key=lambda name: named[name].numel())
+        named[smallest] = xla_compat.tie(named[smallest], made)
+        return [*named.values()]
+
+    def _add_storages(self, made: Mapping[str, Tensor]) -> None:
+        """Note values whose memory results take in the first run, by their names."""
+        for name, value in made.items():
+            self._storages[storage_of(name)] = value.shape, value.dtype
+            self._first_storages[storage_of(name)] = value
 
     def _new_storages(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return values whose memory outputs take, where none are given."""
@@ -423,24 +479,29 @@ class Program:
         self._lowering = Lowering(module, name, self.spec.rules)
         return self._lowering.run(*inputs.values())  # type: ignore[no-any-return]
 
-    def _map_parameters(self, args: list[Tensor], outputs: list[Tensor]) -> None:
-        """Find out which argument each parameter of the program is."""
+    def _map_parameters(
+        self, args: list[Tensor], outputs: list[Tensor]
+    ) -> list[Tensor]:
+        """Find out which argument each parameter of the program is; return them all."""
         names = [*self.inputs, *self._storages]
         given = [*args, *self._first_storages.values()]
         handles = xla_compat.data_handles(given)
         position = {handle: i for i, handle in enumerate(handles)}
         ids, values = xla_compat.graph_parameters(outputs)
         seed_id = xla_compat.seed_id()
-        self._names, self._captured, self._has_seed = [], {}, False
-        captured = []
+        self._names, self._captured = [], {}
+        parameters, captured = [], []
         for slot, (data_id, value) in enumerate(zip(ids, values, strict=True)):
-            index = position.get(xla_compat.data_handles([value])[0])
+            (handle,) = xla_compat.data_handles([value])
+            index = position.get(handle)
             if index is not None:
                 self._names.append(names[index])
+                parameters.append(given[index])
                 continue
-            if data_id == seed_id:
+            parameters.append(value)
+            if data_id == seed_id or handle == self._seed:
                 self._names.append(SEED)
-                self._has_seed = True
+                self._seed = handle
                 continue
             self._names.append(captured_scalar(slot))
             self._captured[self._names[slot]] = value
@@ -454,6 +515,7 @@ class Program:
                 f"They are of {what or 'an operation in the stage'}; write it with "
                 "operations that XLA supports, or keep the tensor in a buffer."
             )
+        return parameters
 
     def _capturing(self, known: Mapping[int, int]) -> str | None:
         """Return the first operation that reads more than arguments and scalars."""

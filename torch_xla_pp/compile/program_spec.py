@@ -10,6 +10,7 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import border
 from torch_xla_pp.compile.border import Border
 from torch_xla_pp.compile.bundles import Bundle
+from torch_xla_pp.compile.flat_values import FlatValue
 from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.names import MARK, TOKEN, route_in, route_out
 from torch_xla_pp.compile.partition import Function
@@ -38,6 +39,10 @@ class ProgramSpec:
             may pass by `storage_of`.
         bundles: Values that it takes or returns as one; the other arguments name the
             single ones, but for `donated` and `recycled`.
+        made_flat: Flat values in which it may return some of its outputs, `recycled`
+            like these; which ones is known when it has been traced.
+        given_flat: Those from which it takes inputs that are in them, if a call passes
+            them.
         is_marked: Whether it notes its begin and end, under the action that a `MARK`
             among its inputs names.
     """
@@ -54,6 +59,8 @@ class ProgramSpec:
     used: Mapping[str, xla_compat.OpSharding] = field(default_factory=dict)
     recycled: Sequence[str] = ()
     bundles: Sequence[Bundle] = ()
+    made_flat: Sequence[FlatValue] = ()
+    given_flat: Sequence[FlatValue] = ()
     is_marked: bool = False
 
     @property

@@ -6,20 +6,30 @@ output has several consumers, each sends a *part* of its gradient, under the nam
 `tangent_name` returns, and the backward adds them up.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile.border import Border, border_names
 from torch_xla_pp.compile.bundles import Bundle, bundles_of, looks_of
+from torch_xla_pp.compile.flat_values import FlatValue
 from torch_xla_pp.compile.lowering import LoweringRule
 from torch_xla_pp.compile.names import (
     TOKEN,
     accumulated,
     accumulator,
+    flat_name,
     input_grad,
     input_role,
     is_route,
@@ -111,13 +121,8 @@ class StageSpecs:
         """
         bundles = [
             bundle
-            for name, names in self._own_results().items()
-            for late in (False, True)
-            for bundle in bundles_of(
-                f"{name}, late" if late else name,
-                [one for one in names if (one in self.residual) == late],
-                looks,
-            )
+            for name, names, is_late in self._passed()
+            for bundle in bundles_of(f"{name}, late" if is_late else name, names, looks)
         ]
         before = {bundle.name: _renamed(bundle, accumulator) for bundle in sums}
         bundles += [
@@ -145,12 +150,59 @@ class StageSpecs:
             sums=before,
         )
 
+    def flattening(self, looks: Mapping[str, Tensor]) -> "StageSpecs":
+        """Return specs by which large values between the programs may pass as one.
+
+        Those that the backward of weights reads are apart here, too.
+
+        Args:
+            looks: As for `bundling`, which comes first.
+        """
+        made: dict[str, list[FlatValue]] = {}
+        late: set[str] = set()
+        for name, names, is_late in self._passed():
+            fitting = [n for n in names if n in looks and _may_lie_in_another(looks[n])]
+            if fitting:
+                maker = f"{name}, late" if is_late else name
+                value = FlatValue(name=flat_name(maker), names=fitting)
+                made.setdefault(name, []).append(value)
+                late.update([value.name] if is_late else [])
+        values = [value for own in made.values() for value in own]
+        programs = {
+            name: replace(
+                spec,
+                made_flat=made.get(name, ()),
+                given_flat=[
+                    v for v in values if not {*spec.inputs}.isdisjoint(v.names)
+                ],
+            )
+            for name, spec in self.programs.items()
+        }
+        saved = (value.name for value in made.get("forward", ()))
+        return replace(
+            self,
+            programs=programs,
+            kept=self.kept.union(saved),
+            residual=self.residual | late,
+        )
+
     def recycling(self) -> "StageSpecs":
         """Return specs by which saved values take the memory of earlier ones."""
         programs = dict(self.programs)
         for name, results in self._own_results().items():
-            programs[name] = replace(programs[name], recycled=results)
+            flat = (one.name for one in programs[name].made_flat)
+            programs[name] = replace(programs[name], recycled=(*results, *flat))
         return replace(self, programs=programs)
+
+    def _passed(self) -> Iterator[tuple[ProgramName, list[str], bool]]:
+        """Yield what programs save, and whether the backward of weights reads it."""
+        for name, names in self._own_results().items():
+            for is_late in (False, True):
+                yield (
+                    name,
+                    [n for n in names if (n in self.residual) == is_late],
+                    is_late,
+                )
 
     def _own_results(self) -> dict[ProgramName, tuple[str, ...]]:
         """Return what programs save for others of the stage, and nobody else gets."""
@@ -217,7 +269,14 @@ def stage_specs(
     looks: dict[str, Tensor] = {}
     for reader in readers:
         looks |= {} if reader is None else looks_of(reader)
-    return specs.bundling(looks, sums).recycling()
+    specs = specs.bundling(looks, sums)
+    # On one device, rules are calls of ours.
+    return (specs.flattening(looks) if rules else specs).recycling()
+
+
+def _may_lie_in_another(value: Tensor) -> bool:
+    """Return whether calls of ours may write it: float32, and not empty."""
+    return value.dtype == torch.float32 and value.numel() > 0
 
 
 def _renamed(bundle: Bundle, name_of: Callable[[str], str]) -> Bundle:

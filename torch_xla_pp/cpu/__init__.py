@@ -31,6 +31,7 @@ from torch_xla_pp.cpu.handlers import (
     fits_own_ops,
     has_ops_of_parts,
     has_own_ops,
+    placed_calls,
 )
 from torch_xla_pp.cpu.heads import (
     Scores,
@@ -97,6 +98,7 @@ __all__ = [
     "norm",
     "norm_factor_grad",
     "norm_grad",
+    "placed_calls",
     "prepare_client",
     "softmax",
     "softmax_grad",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_xla_pp import env, native, xla_compat
-from torch_xla_pp.hlo import CallShape, written_call
+from torch_xla_pp.hlo import CallShape, Handlers, Placed, place_calls, written_call
 
 _OPS = "torch_xla_pp."
 # What tells calls on parts apart, None where values are whole.
@@ -105,6 +105,28 @@ def call_handler(
     )
     results = xla_compat.call_module(module, values)
     return results if whole is None else [*map(xla_compat.manual, results)]
+
+
+def placed_calls(
+    module: bytes, written: Sequence[Sequence[int]], read: Iterable[int]
+) -> Placed | None:
+    """Let calls of these ops write and read pieces of larger values.
+
+    Args:
+        module: The `HloModuleProto` of a program for one device.
+        written: As for `hlo.place_calls`.
+        read: See there.
+
+    Returns:
+        What it becomes, None if it stays as it is.
+    """
+    return place_calls(module, _handlers(), written, read)
+
+
+@functools.cache
+def _handlers() -> Handlers:
+    ops: dict[str, int] = {op: number for number, op in enumerate(native.OPS)}
+    return Handlers(prefix=_OPS, ops=ops, placed=_registered("placed", ()))
 
 
 def _call_shape(shape: Sequence[int], dtype: torch.dtype) -> CallShape:

@@ -17,7 +17,7 @@ _INSTRUCTIONS, _ID, _ROOT = 2, 5, 6
 _OPCODE, _SHAPE, _PARAMETER_NUMBER, _TARGET, _OWN_ID, _OPERANDS = 2, 3, 9, 28, 35, 36
 _SHARDING, _CONFIG, _IS_LAID_OUT, _LAYOUTS, _ALIASES, _API = 40, 43, 56, 57, 74, 77
 # OutputOperandAliasing.
-_ALIASED_OPERAND = 2
+_ALIASED_RESULT, _ALIASED_OPERAND = 1, 2
 # ProgramShapeProto.
 _PARAMETERS, _RESULT, _PARAMETER_NAMES = 1, 2, 3
 # ShapeProto, and LayoutProto.
@@ -63,8 +63,8 @@ def written_call(
             XLA copies before if another operation reads it later.
         is_manual: Whether the call is part of a graph that is written for one device.
     """
-    shapes = [*map(_shape, operands)]
-    result = _result([*map(_shape, results)])
+    shapes = [*map(shape_message, operands)]
+    result = tuple_message([*map(shape_message, results)])
     places = range(len(operands))
     # XLA keeps what is before the dot of a name.
     names = [f"operand.{place}".encode() for place in places]
@@ -82,7 +82,7 @@ def written_call(
         _instruction(names[i], b"parameter", shapes[i], i, (_PARAMETER_NUMBER, i), *one)
         for i in places
     ]
-    aliased = [(_ALIASES, one_field(_ALIASED_OPERAND, root - 1))] if is_in_place else []
+    aliased = [(_ALIASES, aliasing_message([], root - 1))] if is_in_place else []
     call = _instruction(
         b"call.0",
         b"custom-call",
@@ -113,7 +113,8 @@ def written_call(
     )
 
 
-def _shape(shape: CallShape) -> bytes:
+def shape_message(shape: CallShape) -> bytes:
+    """Return a `ShapeProto` of a value in the order of rows."""
     order = packed([*reversed(range(len(shape.sizes)))])
     return _message(
         (_ELEMENT_TYPE, _TYPES[shape.dtype]),
@@ -122,11 +123,23 @@ def _shape(shape: CallShape) -> bytes:
     )
 
 
-def _result(shapes: Sequence[bytes]) -> bytes:
+def tuple_message(shapes: Sequence[bytes]) -> bytes:
+    """Return the `ShapeProto` of several results; of one it is its own."""
     if len(shapes) == 1:
         return shapes[0]
     parts = ((_TUPLE_SHAPES, shape) for shape in shapes)
     return _message((_ELEMENT_TYPE, _TUPLE), *parts)
+
+
+def aliasing_message(result: Sequence[int], operand: int) -> bytes:
+    """Return an `OutputOperandAliasing`: a result takes the memory of an operand.
+
+    Args:
+        result: Which one of a tuple, empty for the only one.
+        operand: The operand.
+    """
+    index = [(_ALIASED_RESULT, packed(result))] if result else []
+    return _message(*index, (_ALIASED_OPERAND, operand))
 
 
 def _manual(count: int) -> bytes:

@@ -3,6 +3,7 @@
 from torch_xla_pp.native import notes
 from torch_xla_pp.native.abi import (
     DIRECTIONS,
+    OPS,
     ROUTE_FIELDS,
     ROW_FIELDS,
     Direction,
@@ -28,6 +29,7 @@ __all__ = [
     "Event",
     "Failure",
     "Note",
+    "OPS",
     "Op",
     "ROUTE_FIELDS",
     "ROW_FIELDS",

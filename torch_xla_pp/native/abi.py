@@ -31,6 +31,7 @@ Op = Literal[
     "split",
     "attention",
     "attention_grad",
+    "placed",
     "pause",
 ]
 Direction = Literal["F", "B", "S"]
@@ -132,6 +133,8 @@ ATTENTION_GRAD_FIELDS = (
     ),
 )
 
+PLACE_FIELDS = ("value", "offset", "rank")
+
 ABI = {
     "ops": OPS,
     "words": WORDS,
@@ -155,6 +158,7 @@ ABI = {
     "copy": COPY_FIELDS,
     "attention": ATTENTION_FIELDS,
     "attention_grad": ATTENTION_GRAD_FIELDS,
+    "place": PLACE_FIELDS,
 }
 
 
