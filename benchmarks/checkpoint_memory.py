@@ -5,7 +5,8 @@
 
 One rank has a stage of square linear layers, trained by AdamW. The process's largest
 resident memory is noted for each of `save`, `async_save` until it is written, and
-`load`, above what it has before. On CPU devices what is on the devices is memory of the
+`load`, above what it has before: medians of rounds in fresh processes, in the JSON with
+their quartiles as `..._spread`. On CPU devices what is on the devices is memory of the
 host, too: a load has the old and the new value of what it replaces.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from spread import medians_of, text_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -82,13 +84,8 @@ def _status(name: str) -> int:
     return int(words[words.index(name) + 1]) * 1024
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("width", 2048), ("layers", 8), ("devices", 1)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def run(width: int, layers: int, devices: int) -> dict[str, int]:
+    """Return what a new process measures."""
     # The workers import this file, so its functions must not be those of `__main__`.
     import checkpoint_memory
 
@@ -98,16 +95,31 @@ def main() -> None:
         (found,) = worlds.run(
             checkpoint_memory.measure,
             ranks=1,
-            devices=options.devices,
-            args=(options.width, options.layers, folder),
+            devices=devices,
+            args=(width, layers, folder),
             timeout_s=1800,
         )
+    return dict(found)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (("width", 2048), ("layers", 8), ("devices", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    sizes = options.width, options.layers, options.devices
+    found = [run(*sizes) for _ in range(options.rounds)]
+    row = medians_of({name: [one[name] for one in found] for name in found[0]})
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(row))
         return
-    for name, value in found.items():
-        share = value / found["all"]
-        print(f"{name:>10} {value / 2**20:6.0f} MiB, {share:4.2f} of all")
+    for name in found[0]:
+        share = row[name] / row["all"]
+        size = text_of(row, name, ".0f", 2**-20)
+        print(f"{name:>10} {size} MiB, {share:4.2f} of all")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 
 Two ranks of one device. The first one does next to nothing and hands activations of
 `--mib` MiB a microbatch to the last one, which takes its time. Columns, as the JSON
-names them:
+names them, which are medians of rounds in fresh processes, with their quartiles as
+`..._spread`:
 
 rank, calls: Whose figures they are, after how many calls of `schedule.eval`.
 first_mib: Resident memory after a tenth of the calls.
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from spread import medians_of, text_of
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 from torch.nn import functional as F
@@ -62,38 +64,47 @@ def sizes_of(calls: int, mib: int) -> list[float]:
     return sizes
 
 
-def main() -> None:
-    """Run what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", type=int, default=300)
-    parser.add_argument("--mib", type=int, default=16)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def run(calls: int, mib: int) -> list[dict[str, float]]:
+    """Return what each rank of new processes takes."""
     # The workers import this file, so its functions must not be those of `__main__`.
     import eval_memory
 
     from torch_xla_pp.testing import Worlds
 
-    args = (options.calls, options.mib)
     with Worlds() as worlds:
-        found = worlds.run(eval_memory.sizes_of, ranks=2, args=args, timeout_s=1800)
-    for rank, sizes in enumerate(found):
-        first, most = sizes[options.calls // 10], max(sizes[options.calls // 10 :])
-        row: dict[str, Any] = {
-            "rank": rank,
-            "calls": options.calls,
-            "first_mib": first,
-            "most_mib": most,
-            "grown_mib": most - first,
-        }
+        found = worlds.run(
+            eval_memory.sizes_of, ranks=2, args=(calls, mib), timeout_s=1800
+        )
+    rows = []
+    for sizes in found:
+        first, most = sizes[calls // 10], max(sizes[calls // 10 :])
+        rows.append({"first_mib": first, "most_mib": most, "grown_mib": most - first})
+    return rows
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=300)
+    parser.add_argument("--mib", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = [run(options.calls, options.mib) for _ in range(options.rounds)]
+    for rank, own in enumerate(zip(*found, strict=True)):
+        row: dict[str, Any] = {"rank": rank, "calls": options.calls}
+        row |= medians_of({name: [one[name] for one in own] for name in own[0]})
         print(json.dumps(row) if options.json else line_of(row), flush=True)
 
 
 def line_of(row: dict[str, Any]) -> str:
     """Return a row as a line of text."""
+    first, most, grown = (
+        text_of(row, f"{name}_mib", ".0f") for name in ("first", "most", "grown")
+    )
     return (
-        f"rank {row['rank']}, {row['calls']} calls: {row['first_mib']:.0f} MiB, "
-        f"at most {row['most_mib']:.0f} MiB, grown by {row['grown_mib']:.0f} MiB"
+        f"rank {row['rank']}, {row['calls']} calls: {first} MiB, at most {most} MiB, "
+        f"grown by {grown} MiB"
     )
 
 

@@ -224,6 +224,8 @@ class StagePrograms:
         }
 
         self._recyclable = frozenset(n for own in self._recycled.values() for n in own)
+        # Programs that have shown which of their results are in flat values.
+        self._known: set[ProgramName] = set()
         # Names of the gradients of inputs that are returned.
         self._input_grads = [n for n in specs.input_grads.values() if n is not None]
         self.can_be_whole = is_recycling and "backward" in specs.programs
@@ -409,10 +411,8 @@ class StagePrograms:
         live: Values,
         seed: int,
     ) -> Forwarded:
-        program, specs = self._programs[name], self._specs
-        values = {**self._constants.values(), **live}
-        results = program(values, seed, BoundValues.of(fixed))
-        self.extra = program.extra
+        specs = self._specs
+        values, results = self._results(name, fixed, live, seed)
         outputs = _chosen(specs.outputs.values(), results, values, fixed)
         return Forwarded(
             outputs={i: outputs[n] for i, n in specs.outputs.items()},
@@ -425,13 +425,25 @@ class StagePrograms:
         self, name: ProgramName, fixed: Mapping[str, Tensor], live: Values
     ) -> Values:
         self.extra = xla_compat.ExtraBytes()
-        program = self._programs.get(name)
-        if program is None:
-            return {}
+        return self._results(name, fixed, live)[1] if name in self._programs else {}
+
+    def _results(
+        self,
+        name: ProgramName,
+        fixed: Mapping[str, Tensor],
+        live: Values,
+        seed: int = 0,
+    ) -> tuple[Values, Values]:
+        """Run a program; return what it has read of a microbatch, and its results."""
+        program = self._programs[name]
         values = {**self._constants.values(), **live}
-        results = program(values, fixed=BoundValues.of(fixed))
+        results = program(values, seed, BoundValues.of(fixed))
         self.extra = program.extra
-        return results
+        if name not in self._known:
+            self._known.add(name)
+            own = self._recycled[name].items()
+            self._recycled[name] = {n: s for n, s in own if n in results}
+        return values, results
 
     def _returned_grads(
         self, *sources: Mapping[str, Tensor]

@@ -32,7 +32,8 @@ from torch_xla_pp.hlo.written_call import (
 )
 
 # HloInstructionProto.
-_TARGET, _CONFIG, _IS_LAID_OUT, _LAYOUTS, _ALIASES, _API = 28, 43, 56, 57, 74, 77
+_METADATA, _TARGET, _CONFIG, _IS_LAID_OUT = 7, 28, 43, 56
+_LAYOUTS, _ALIASES, _API = 57, 74, 77
 _FLOAT, _TYPED_FFI = 11, 4
 # See csrc/abi.h.
 _WHOLE = -1
@@ -343,6 +344,7 @@ class _Writer:
                 (_CONFIG, _with_places(call.config, places).encode()),
                 (_IS_LAID_OUT, 1),
                 *((_LAYOUTS, shape) for shape in read_shapes),
+                *((_METADATA, origin) for origin in one.messages(_METADATA)),
                 *(
                     (_ALIASES, aliasing_message([result] * (len(made) > 1), operand))
                     for result, operand in aliased
