@@ -361,8 +361,8 @@ std::string RegisterHandler(const void* get_api, const std::string& target, Op o
     return "XLA's FFI has another version than the headers that this library was "
            "built with";
   }
-  XLA_FFI_Error* error = ffi::Ffi::RegisterStaticHandler(
-      api, target, "Host", HandlerFor(op));
+  XLA_FFI_Error* error =
+      ffi::Ffi::RegisterStaticHandler(api, target, "Host", HandlerFor(op));
   if (!error) return "";
   XLA_FFI_Error_GetMessage_Args message{};
   message.struct_size = XLA_FFI_Error_GetMessage_Args_STRUCT_SIZE;

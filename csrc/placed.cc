@@ -1,8 +1,8 @@
 // Placed: another op, some of whose operands and results are pieces of larger values.
 //
-// The attribute `places` says which op it is, and where each of its operands and results
-// lies; see abi.h. The others are the op's own. A larger value that is written to is the
-// last operands and results, one memory each.
+// The attribute `places` says which op it is, and where each of its operands and
+// results lies; see abi.h. The others are the op's own. A larger value that is written
+// to is the last operands and results, one memory each.
 
 #include "placed.h"
 
