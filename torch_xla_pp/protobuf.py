@@ -33,6 +33,11 @@ def one_field(number: int, value: WireValue) -> bytes:
     return varint(number << 3 | _BYTES) + varint(len(value)) + value
 
 
+def written_message(*fields: tuple[int, WireValue]) -> bytes:
+    """Return a message of fields, each a number and its value."""
+    return b"".join(one_field(number, value) for number, value in fields)
+
+
 def packed(numbers: Sequence[int]) -> bytes:
     """Return integers in a row, the value of a field of its own."""
     return b"".join(map(varint, numbers))

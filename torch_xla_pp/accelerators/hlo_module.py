@@ -6,7 +6,7 @@ Numbers of fields are those of xla/service/hlo.proto and xla/xla_data.proto of O
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch_xla_pp.accelerators.compiled_program import (
@@ -20,6 +20,7 @@ from torch_xla_pp.protobuf import (
     messages,
     one_field,
     packed,
+    written_message,
 )
 
 _KINDS = (
@@ -124,7 +125,7 @@ def module_of_dump(data: bytes) -> bytes:
     module = b"".join(messages(data, 1)[:1])
     dropped = (_MODULE_NAME, _MODULE_ID)
     rest = [pair for pair in fields_of(module) if pair[0] not in dropped]
-    return _written([(_MODULE_NAME, b"program"), *rest])
+    return written_message((_MODULE_NAME, b"program"), *rest)
 
 
 def with_donors(module: bytes, parameters: Sequence[int]) -> bytes:
@@ -152,7 +153,7 @@ def with_shardings(module: bytes, texts: Sequence[str]) -> bytes:
         number = values.get(_PARAMETER_NUMBER, 0)
         text = texts[number] if isinstance(number, int) else ""
         rest = [pair for pair in fields_of(message) if pair[0] != _SHARDING]
-        return _written([*rest, (_SHARDING, sharding_message(text))])
+        return written_message(*rest, (_SHARDING, sharding_message(text)))
 
     def of_computation(message: bytes) -> bytes:
         numbers = [value for n, value in fields_of(message) if n == _COMPUTATION_ID]
@@ -205,14 +206,13 @@ def sharding_message(text: str) -> bytes:
 
 def _replaced(message: bytes, number: int, change: Callable[[bytes], bytes]) -> bytes:
     """Return a message with all values of one field changed."""
-    return _written(
-        (n, change(v) if n == number and isinstance(v, bytes) else v)
-        for n, v in fields_of(message)
+    fields = fields_of(message)
+    return written_message(
+        *(
+            (n, change(v) if n == number and isinstance(v, bytes) else v)
+            for n, v in fields
+        )
     )
-
-
-def _written(pairs: Iterable[tuple[int, WireValue]]) -> bytes:
-    return b"".join(one_field(number, value) for number, value in pairs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

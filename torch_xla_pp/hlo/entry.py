@@ -15,7 +15,7 @@ from torch_xla_pp.protobuf import (
     fields_of,
     integers,
     messages,
-    one_field,
+    written_message,
 )
 
 # HloModuleProto.
@@ -343,11 +343,6 @@ class Entry:
                 inner = messages(self._computations[number], _INSTRUCTIONS)
                 waiting += map(Instruction.of, inner)
         return seen
-
-
-def written_message(*fields: tuple[int, WireValue]) -> bytes:
-    """Write a message."""
-    return b"".join(one_field(number, value) for number, value in fields)
 
 
 def sizes_of(shape: bytes) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ Numbers of fields are those of xla/service/hlo.proto and xla/xla_data.proto of O
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torch_xla_pp.protobuf import WireValue, one_field, packed
+from torch_xla_pp.protobuf import WireValue, one_field, packed, written_message
 
 _Field = tuple[int, WireValue]
 
@@ -69,7 +69,7 @@ def written_call(
     # XLA keeps what is before the dot of a name.
     names = [f"operand.{place}".encode() for place in places]
     name = b"handler.0"
-    signature = _message(
+    signature = written_message(
         *((_PARAMETERS, shape) for shape in shapes),
         (_RESULT, result),
         *((_PARAMETER_NAMES, operand) for operand in names),
@@ -97,14 +97,14 @@ def written_call(
         *alike,
         (_API, _TYPED_FFI),
     )
-    computation = _message(
+    computation = written_message(
         (_NAME, name),
         *((_INSTRUCTIONS, one) for one in (*parameters, call)),
         (_SIGNATURE, signature),
         (_ID, entry),
         (_ROOT, root),
     )
-    return _message(
+    return written_message(
         (_NAME, name),
         (_ENTRY_NAME, name),
         (_COMPUTATIONS, computation),
@@ -116,7 +116,7 @@ def written_call(
 def shape_message(shape: CallShape) -> bytes:
     """Return a `ShapeProto` of a value in the order of rows."""
     order = packed([*reversed(range(len(shape.sizes)))])
-    return _message(
+    return written_message(
         (_ELEMENT_TYPE, _TYPES[shape.dtype]),
         (_DIMENSIONS, packed(shape.sizes)),
         (_LAYOUT, one_field(_ORDER, order)),
@@ -128,7 +128,7 @@ def tuple_message(shapes: Sequence[bytes]) -> bytes:
     if len(shapes) == 1:
         return shapes[0]
     parts = ((_TUPLE_SHAPES, shape) for shape in shapes)
-    return _message((_ELEMENT_TYPE, _TUPLE), *parts)
+    return written_message((_ELEMENT_TYPE, _TUPLE), *parts)
 
 
 def aliasing_message(result: Sequence[int], operand: int) -> bytes:
@@ -139,25 +139,21 @@ def aliasing_message(result: Sequence[int], operand: int) -> bytes:
         operand: The operand.
     """
     index = [(_ALIASED_RESULT, packed(result))] if result else []
-    return _message(*index, (_ALIASED_OPERAND, operand))
+    return written_message(*index, (_ALIASED_OPERAND, operand))
 
 
 def _manual(count: int) -> bytes:
     """Return the sharding of so many results of a manual region."""
     if count == 1:
         return _MANUAL
-    return _message((_TYPE, _TUPLE_TYPE), *[(_TUPLE_SHARDINGS, _MANUAL)] * count)
+    return written_message((_TYPE, _TUPLE_TYPE), *[(_TUPLE_SHARDINGS, _MANUAL)] * count)
 
 
 def _instruction(
     name: bytes, opcode: bytes, shape: bytes, number: int, *others: _Field
 ) -> bytes:
     fields = ((_NAME, name), (_OPCODE, opcode), (_SHAPE, shape), (_OWN_ID, number))
-    return _message(*fields, *others)
+    return written_message(*fields, *others)
 
 
-def _message(*fields: _Field) -> bytes:
-    return b"".join(one_field(number, value) for number, value in fields)
-
-
-_MANUAL = _message((_TYPE, _MANUAL_TYPE))
+_MANUAL = written_message((_TYPE, _MANUAL_TYPE))
