@@ -76,6 +76,12 @@ def messages(message: bytes, number: int) -> list[bytes]:
     return [v for n, v in fields_of(message) if n == number and isinstance(v, bytes)]
 
 
+def integer_of(message: bytes, number: int) -> int:
+    """Return a field that is an integer, 0 if it is not there."""
+    found = [v for n, v in fields_of(message) if n == number and isinstance(v, int)]
+    return found[-1] if found else 0
+
+
 def integers(values: Sequence[WireValue]) -> tuple[int, ...]:
     """Return the integers of a repeated field, packed or not."""
     found: list[int] = []

@@ -16,6 +16,7 @@ from torch_xla_pp.accelerators.compiled_program import (
 from torch_xla_pp.protobuf import (
     WireValue,
     fields_of,
+    integer_of,
     integers,
     messages,
     one_field,
@@ -382,7 +383,7 @@ def _groups(instruction: _Instruction) -> tuple[tuple[int, ...], ...]:
     listed = [v for v in instruction.values.get(_GROUPS, []) if isinstance(v, bytes)]
     pairs = [v for v in instruction.values.get(_PAIRS, []) if isinstance(v, bytes)]
     if pairs:
-        return tuple((_number(pair, 1), _number(pair, 2)) for pair in pairs)
+        return tuple((integer_of(pair, 1), integer_of(pair, 2)) for pair in pairs)
     devices = instruction.message(_DEVICE_LIST)
     if devices:
         iota = messages(devices, 2)
@@ -397,18 +398,18 @@ def _groups(instruction: _Instruction) -> tuple[tuple[int, ...], ...]:
 def _of_iota(message: bytes) -> tuple[tuple[int, ...], ...]:
     """Return the groups of an `IotaReplicaGroupListProto`."""
     ids = _iota(_repeated(message, 3), _repeated(message, 4))
-    size = _number(message, 2) or 1
+    size = integer_of(message, 2) or 1
     return tuple(tuple(ids[i : i + size]) for i in range(0, len(ids), size))
 
 
 def _of_mesh_axes(message: bytes) -> tuple[tuple[int, ...], ...]:
     """Return the groups along some axes of a mesh, none if parts of axes are meant."""
     mesh, chosen = messages(message, 1)[0], messages(message, 2)
-    sizes = [_number(axis, 2) for axis in messages(mesh, 1)]
+    sizes = [integer_of(axis, 2) for axis in messages(mesh, 1)]
     is_plain = all(n == 1 for n, _ in fields_of(mesh))
     if not is_plain or any(messages(axis, 2) for axis in chosen):
         return ()
-    along = [_number(axis, 1) for axis in chosen]
+    along = [integer_of(axis, 1) for axis in chosen]
     rest = [dim for dim in range(len(sizes)) if dim not in along]
     ids = _iota(sizes, [*rest, *along])
     size = math.prod(sizes[dim] for dim in along)
@@ -440,7 +441,7 @@ def _shape_bytes(shape: bytes) -> int:
     parts = messages(shape, _TUPLE_SHAPES)
     if parts:
         return sum(map(_shape_bytes, parts))
-    bits = _BITS.get(_number(shape, _ELEMENT_TYPE), 8)
+    bits = _BITS.get(integer_of(shape, _ELEMENT_TYPE), 8)
     return -(-math.prod(_repeated(shape, _DIMENSIONS)) * bits // 8)
 
 
@@ -454,7 +455,7 @@ def _layout(shape: bytes) -> DeviceLayout:
     layout = b"".join(messages(shape, _LAYOUT)[:1])
     tiles = messages(layout, _TILES_OF_LAYOUT)
     return DeviceLayout(
-        bits=_BITS.get(_number(shape, _ELEMENT_TYPE), 8),
+        bits=_BITS.get(integer_of(shape, _ELEMENT_TYPE), 8),
         order=_repeated(layout, _ORDER),
         tile=_repeated(tiles[0], _TILE_SIZES) if tiles else (),
     )
@@ -464,14 +465,14 @@ def _origin(metadata: bytes) -> str:
     """Return an `OpMetadata` as text: the operation, and where it was called."""
     values = {n: v for n, v in fields_of(metadata) if isinstance(v, bytes)}
     texts = [values.get(n, b"").decode(errors="replace") for n in (2, 3)]
-    line = _number(metadata, 4)
+    line = integer_of(metadata, 4)
     if texts[1] and line:
         texts[1] += f":{line}"
     return " at ".join(filter(None, texts))
 
 
 def _sharding_texts(sharding: bytes) -> tuple[str, ...]:
-    if _number(sharding, _SHARDING_TYPE) == _TUPLE:
+    if integer_of(sharding, _SHARDING_TYPE) == _TUPLE:
         parts = messages(sharding, _TUPLE_SHARDINGS)
         return tuple(text for part in parts for text in _sharding_texts(part))
     return (_sharding_text(sharding),)
@@ -479,7 +480,7 @@ def _sharding_texts(sharding: bytes) -> tuple[str, ...]:
 
 def _sharding_text(sharding: bytes) -> str:
     """Return an `OpSharding` as HLO text, as `hlo.parse_sharding` reads it."""
-    kind = _number(sharding, _SHARDING_TYPE)
+    kind = integer_of(sharding, _SHARDING_TYPE)
     devices = _repeated(sharding, _DEVICES)
     if kind == _MAXIMAL:
         return f"{{maximal device={devices[0]}}}"
@@ -492,13 +493,8 @@ def _sharding_text(sharding: bytes) -> str:
         )
         devices = tuple(_iota(shape, order))
     tiles = ",".join(map(str, _repeated(sharding, _TILES)))
-    last = " last_tile_dim_replicate" * _number(sharding, _LAST_IS_REPLICATED)
+    last = " last_tile_dim_replicate" * integer_of(sharding, _LAST_IS_REPLICATED)
     return f"{{devices=[{tiles}]{','.join(map(str, devices))}{last}}}"
-
-
-def _number(message: bytes, number: int) -> int:
-    found = [v for n, v in fields_of(message) if n == number and isinstance(v, int)]
-    return found[-1] if found else 0
 
 
 def _repeated(message: bytes, number: int) -> tuple[int, ...]:

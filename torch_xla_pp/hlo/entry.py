@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_xla_pp.protobuf import (
     WireValue,
     fields_of,
+    integer_of,
     integers,
     messages,
     written_message,
@@ -222,14 +223,14 @@ class Entry:
 
     def __init__(self, module: bytes) -> None:
         self._computations = {
-            _number(one, _COMPUTATION_ID): one
+            integer_of(one, _COMPUTATION_ID): one
             for one in messages(module, _COMPUTATIONS)
         }
-        self._number = _number(module, _ENTRY)
+        self._number = integer_of(module, _ENTRY)
         own = self._computations[self._number]
         self.instructions = [*map(Instruction.of, messages(own, _INSTRUCTIONS))]
         self.by_number = {one.number: one for one in self.instructions}
-        self.root = self.by_number[_number(own, _ROOT)]
+        self.root = self.by_number[integer_of(own, _ROOT)]
         self.parameters = messages(messages(module, _SIGNATURE)[0], _PARAMETERS)
         self.last_number = max(*self.by_number, *self._computations)
         self._users: dict[int, list[tuple[Instruction, int]]] = {}
@@ -352,12 +353,7 @@ def sizes_of(shape: bytes) -> tuple[int, ...]:
 
 def type_of(shape: bytes) -> int:
     """Return the type of elements of a `ShapeProto`."""
-    return _number(shape, _ELEMENT_TYPE)
-
-
-def _number(message: bytes, number: int) -> int:
-    found = [v for n, v in fields_of(message) if n == number and isinstance(v, int)]
-    return found[-1] if found else 0
+    return integer_of(shape, _ELEMENT_TYPE)
 
 
 def _called(one: Instruction) -> tuple[int, ...]:
