@@ -226,9 +226,11 @@ def flush() -> None:
 
     `wait_device` may return while other devices than the first still run.
     """
-    value = replicate(torch.zeros(1)) + 1
-    annotate(value, replicated_sharding())
-    read_shards([value])
+    wait_device()
+    if num_local_devices() > 1:
+        value = replicate(torch.zeros(1)) + 1
+        annotate(value, replicated_sharding())
+        read_shards([value])
 
 
 def shown_as(name: str) -> contextlib.AbstractContextManager[Any]:

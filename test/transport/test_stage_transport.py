@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import Spec, assert_same, gathers, on_device, start
+import torch_xla.distributed.spmd as xs
+from jobs import Spec, assert_same, gathers, mesh, on_device, start
 from torch import Tensor
 from torchrun import torchrun
 
@@ -279,6 +280,30 @@ def test_what_was_sent_before_leaving_the_group_arrives(
     worlds: Worlds, transport: str
 ) -> None:
     worlds.run(leave_after_the_last_send, ranks=2, devices=2, args=(transport,))
+
+
+def leave_while_a_device_computes(transport: str) -> None:
+    group = start(transport=transport)
+    message, count = Message("F", 1, 0, 0), 1 << 21
+    if group.rank() == 0:
+        # It takes the second device longer to sort its row.
+        rows = torch.stack([torch.arange(float(count)), torch.rand(count)])
+        value = on_device(rows, SPLIT).sort(dim=1).values[:, :4].clone()
+        xs.mark_sharding(value, mesh(), SPLIT)
+        group.transport.send(message, 1, [value])
+        dist.destroy_process_group()
+        return
+    layouts = [ShardLayout.of_tensor(on_device(torch.zeros(2, 4), SPLIT))]
+    (received,) = group.transport.recv(message, 0, layouts)
+    group.transport.settle()
+    assert received[0].cpu().tolist() == [0, 1, 2, 3]
+
+
+@TRANSPORTS
+def test_what_devices_still_compute_when_their_rank_leaves_arrives(
+    worlds: Worlds, transport: str
+) -> None:
+    worlds.run(leave_while_a_device_computes, ranks=2, devices=2, args=(transport,))
 
 
 def fail_and_leave_at_once() -> str:

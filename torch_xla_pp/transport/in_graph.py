@@ -414,7 +414,7 @@ class InGraphTransport:
         """Wait until enqueued messages are sent and have arrived, and disconnect."""
         self.engine.settle(self._generation, self._received.total(), _CLOSE_S)
         self.engine.advance(_NEVER)
-        xla_compat.wait_device()
+        xla_compat.flush()
         if not self.engine.close(_CLOSE_S):
             _logger.warning(
                 "rank %d: not everything that was sent has arrived within %g s",
