@@ -171,16 +171,18 @@ def rows_of(microbatches: int, size_name: str, jax: str) -> list[dict[str, Any]]
                 seconds[side].append(statistics.median(steps))
             except RuntimeError as error:
                 errors[side] = str(error)
-    base = next(iter(seconds.values()))
-    return [
-        {"side": side, "model": size_name, "microbatches": microbatches}
-        | (
-            {"error": errors[side]}
-            if side in errors
-            else medians_of({"step_s": found, "ratio": ratios(found, base)})
-        )
-        for side, found in seconds.items()
-    ]
+    base = names[0]
+    rows = []
+    for side, found in seconds.items():
+        row = {"side": side, "model": size_name, "microbatches": microbatches}
+        if side in errors:
+            rows.append(row | {"error": errors[side]})
+            continue
+        figures = {"step_s": found}
+        if base not in errors:
+            figures["ratio"] = ratios(found, seconds[base])
+        rows.append(row | medians_of(figures))
+    return rows
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -188,7 +190,8 @@ def line_of(row: dict[str, Any]) -> str:
     start = f"{row['model']} M={row['microbatches']:<3} {row['side']:14}"
     if "error" in row:
         return f"{start} did not run: {row['error']}"
-    return f"{start} {text_of(row, 'step_s', '.3f')} s  ratio {text_of(row, 'ratio')}"
+    ratio = f"  ratio {text_of(row, 'ratio')}" if "ratio" in row else ""
+    return f"{start} {text_of(row, 'step_s', '.3f')} s{ratio}"
 
 
 def main() -> None:

@@ -43,7 +43,9 @@ int64_t xpp_register(const void* get_api, const char* target, int32_t op, char* 
 }
 
 // Returns the handler of an op, for other XLAs than torch_xla's.
-const void* xpp_handler(int32_t op) { return HandlerOf(static_cast<Op>(op)); }
+const void* xpp_handler(int32_t op) {
+  return reinterpret_cast<const void*>(HandlerFor(static_cast<Op>(op)));
+}
 
 void xpp_use_blas(void* multiply, void* set_threads) {
   UseBlas({reinterpret_cast<decltype(Blas::multiply)>(multiply),

@@ -351,8 +351,6 @@ XLA_FFI_Handler* const kHandlers[] = {kSend,
 
 XLA_FFI_Handler* HandlerFor(Op op) { return kHandlers[static_cast<int32_t>(op)]; }
 
-const void* HandlerOf(Op op) { return reinterpret_cast<const void*>(HandlerFor(op)); }
-
 std::string RegisterHandler(const void* get_api, const std::string& target, Op op) {
   const auto* api = reinterpret_cast<const XLA_FFI_Api* (*)()>(get_api)();
   if (!api || api->struct_size != sizeof(XLA_FFI_Api) ||

@@ -15,7 +15,4 @@ std::string RegisterHandler(const void* get_api, const std::string& target, Op o
 
 XLA_FFI_Handler* HandlerFor(Op op);
 
-// Returns the same to be registered elsewhere.
-const void* HandlerOf(Op op);
-
 }  // namespace xla_pp
