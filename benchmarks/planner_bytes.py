@@ -4,6 +4,10 @@
     python benchmarks/planner_bytes.py --models gpt --schedules 1f1b zbv --json
     python benchmarks/planner_bytes.py --models gpt --schedules 1f1b zb1p --cuts 1 2 3 4
 
+Plans are for devices whose forwards and backwards are programs of their own, and so the
+stages have them; with --joined the last one has them in one where it can, as stages on
+one CPU device usually do.
+
 "mmt" has two branches and a join. With --cuts, two stages of the GPT are given, cut
 inside of its second block, after so many of its works, which are as small as can be:
 attention is within the first five.
@@ -28,10 +32,12 @@ error: By which part of the measured bytes the prediction is too large.
 """
 
 import argparse
+import contextlib
 import copy
 import json
 from itertools import groupby
 from typing import Any
+from unittest import mock
 
 import gpt
 import torch
@@ -130,10 +136,16 @@ def stages_of(work: Any, cut: int) -> list[list[str]]:
     return [[op for one in part for op in one.ops] for part in parts]
 
 
-def measure_all(cells: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def measure_all(
+    cells: list[dict[str, Any]], is_joined: bool
+) -> list[list[dict[str, Any]]]:
     """Return the predicted and the measured bytes of this rank in each cell."""
+    from torch_xla_pp import cpu
+
     dist.init_process_group("xla_pp")
-    return [measure(cell) for cell in cells]
+    apart = mock.patch.object(cpu, "most_joined_bytes", lambda: 0)
+    with contextlib.nullcontext() if is_joined else apart:
+        return [measure(cell) for cell in cells]
 
 
 def measure(cell: dict[str, Any]) -> list[dict[str, Any]]:
@@ -196,7 +208,7 @@ def measure(cell: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def rows_of(cells: list[dict[str, Any]]) -> Any:
+def rows_of(cells: list[dict[str, Any]], is_joined: bool) -> Any:
     """Yield a row for each cell, rank and part."""
     # The workers import this file, so its functions must not be those of `__main__`.
     import planner_bytes
@@ -210,7 +222,7 @@ def rows_of(cells: list[dict[str, Any]]) -> Any:
                 planner_bytes.measure_all,
                 ranks=2,
                 devices=1 if sharding == "none" else 2,
-                args=(own,),
+                args=(own, is_joined),
                 timeout_s=300.0 * len(own),
             )
             for cell, *by_rank in zip(own, *found, strict=True):
@@ -243,6 +255,7 @@ def main() -> None:
     parser.add_argument("--remat", nargs="+", default=["none", "full"])
     parser.add_argument("--shardings", nargs="+", choices=SHARDINGS, default=SHARDINGS)
     parser.add_argument("--cuts", nargs="+", type=int, default=[None])
+    parser.add_argument("--joined", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     cells = [
@@ -259,7 +272,7 @@ def main() -> None:
         for remat in options.remat
         for cut in options.cuts
     ]
-    for row in rows_of(cells):
+    for row in rows_of(cells, options.joined):
         print(json.dumps(row) if options.json else line_of(row), flush=True)
 
 
