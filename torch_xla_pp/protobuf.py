@@ -82,6 +82,11 @@ def integer_of(message: bytes, number: int) -> int:
     return found[-1] if found else 0
 
 
+def integers_of(message: bytes, number: int) -> tuple[int, ...]:
+    """Return the integers of a repeated field."""
+    return integers([v for n, v in fields_of(message) if n == number])
+
+
 def integers(values: Sequence[WireValue]) -> tuple[int, ...]:
     """Return the integers of a repeated field, packed or not."""
     found: list[int] = []

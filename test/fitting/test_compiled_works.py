@@ -14,7 +14,7 @@ from torch_xla_pp.accelerators import CHIPS, CompiledProgram, ProgramBytes
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.fitting import compile_work
 from torch_xla_pp.planner import MeasuredCosts, make_plan
-from torch_xla_pp.protobuf import fields_of, integers, messages
+from torch_xla_pp.protobuf import integers_of, messages
 from torch_xla_pp.testing import Worlds
 from torch_xla_pp.work import WorkGraph
 
@@ -35,10 +35,7 @@ class Counting(Recorder):
         if self.error:
             return CompiledProgram(error=self.error)
         signature = messages(hlo, 4)[0]
-        shapes = [
-            integers([value for n, value in fields_of(shape) if n == 3])
-            for shape in messages(signature, 1)
-        ]
+        shapes = [integers_of(shape, 3) for shape in messages(signature, 1)]
         none = ProgramBytes(arguments=0, outputs=0, aliased=0, temporaries=0, code=0)
         cycles = sum(math.prod(shape) for shape in shapes if len(shape) > 1)
         if shapes.count((INNER, WIDTH)) and shapes.count((WIDTH, INNER)):

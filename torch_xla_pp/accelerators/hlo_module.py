@@ -18,6 +18,7 @@ from torch_xla_pp.protobuf import (
     fields_of,
     integer_of,
     integers,
+    integers_of,
     messages,
     one_field,
     packed,
@@ -392,12 +393,12 @@ def _groups(instruction: _Instruction) -> tuple[tuple[int, ...], ...]:
         listed = messages(devices, 1)
     if instruction.message(_MESH_AXES):
         return _of_mesh_axes(instruction.message(_MESH_AXES))
-    return tuple(_repeated(group, 1) for group in listed)
+    return tuple(integers_of(group, 1) for group in listed)
 
 
 def _of_iota(message: bytes) -> tuple[tuple[int, ...], ...]:
     """Return the groups of an `IotaReplicaGroupListProto`."""
-    ids = _iota(_repeated(message, 3), _repeated(message, 4))
+    ids = _iota(integers_of(message, 3), integers_of(message, 4))
     size = integer_of(message, 2) or 1
     return tuple(tuple(ids[i : i + size]) for i in range(0, len(ids), size))
 
@@ -442,7 +443,7 @@ def _shape_bytes(shape: bytes) -> int:
     if parts:
         return sum(map(_shape_bytes, parts))
     bits = _BITS.get(integer_of(shape, _ELEMENT_TYPE), 8)
-    return -(-math.prod(_repeated(shape, _DIMENSIONS)) * bits // 8)
+    return -(-math.prod(integers_of(shape, _DIMENSIONS)) * bits // 8)
 
 
 def _leaves(shape: bytes) -> list[bytes]:
@@ -456,8 +457,8 @@ def _layout(shape: bytes) -> DeviceLayout:
     tiles = messages(layout, _TILES_OF_LAYOUT)
     return DeviceLayout(
         bits=_BITS.get(integer_of(shape, _ELEMENT_TYPE), 8),
-        order=_repeated(layout, _ORDER),
-        tile=_repeated(tiles[0], _TILE_SIZES) if tiles else (),
+        order=integers_of(layout, _ORDER),
+        tile=integers_of(tiles[0], _TILE_SIZES) if tiles else (),
     )
 
 
@@ -481,24 +482,20 @@ def _sharding_texts(sharding: bytes) -> tuple[str, ...]:
 def _sharding_text(sharding: bytes) -> str:
     """Return an `OpSharding` as HLO text, as `hlo.parse_sharding` reads it."""
     kind = integer_of(sharding, _SHARDING_TYPE)
-    devices = _repeated(sharding, _DEVICES)
+    devices = integers_of(sharding, _DEVICES)
     if kind == _MAXIMAL:
         return f"{{maximal device={devices[0]}}}"
     if kind != _OTHER:
         return "{replicated}"
     if not devices:
         shape, order = (
-            _repeated(sharding, _IOTA_SHAPE),
-            _repeated(sharding, _IOTA_ORDER),
+            integers_of(sharding, _IOTA_SHAPE),
+            integers_of(sharding, _IOTA_ORDER),
         )
         devices = tuple(_iota(shape, order))
-    tiles = ",".join(map(str, _repeated(sharding, _TILES)))
+    tiles = ",".join(map(str, integers_of(sharding, _TILES)))
     last = " last_tile_dim_replicate" * integer_of(sharding, _LAST_IS_REPLICATED)
     return f"{{devices=[{tiles}]{','.join(map(str, devices))}{last}}}"
-
-
-def _repeated(message: bytes, number: int) -> tuple[int, ...]:
-    return integers([v for n, v in fields_of(message) if n == number])
 
 
 def _text(values: Mapping[int, list[WireValue]], number: int) -> str:

@@ -15,6 +15,7 @@ from torch_xla_pp.protobuf import (
     fields_of,
     integer_of,
     integers,
+    integers_of,
     messages,
     written_message,
 )
@@ -348,7 +349,7 @@ class Entry:
 
 def sizes_of(shape: bytes) -> tuple[int, ...]:
     """Return the dimensions of a `ShapeProto`."""
-    return integers([v for n, v in fields_of(shape) if n == _SIZES])
+    return integers_of(shape, _SIZES)
 
 
 def type_of(shape: bytes) -> int:
