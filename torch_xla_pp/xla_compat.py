@@ -226,11 +226,12 @@ def flush() -> None:
 
     `wait_device` may return while other devices than the first still run.
     """
-    wait_device()
-    if num_local_devices() > 1:
-        value = replicate(torch.zeros(1)) + 1
-        annotate(value, replicated_sharding())
-        read_shards([value])
+    if num_local_devices() == 1:
+        wait_device()
+        return
+    value = replicate(torch.zeros(1)) + 1
+    annotate(value, replicated_sharding())
+    read_shards([value])
 
 
 def shown_as(name: str) -> contextlib.AbstractContextManager[Any]:
