@@ -4,6 +4,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -21,6 +22,8 @@ namespace {
 
 // A value may get a block that is larger by this part of its own size.
 constexpr size_t kMostSpare = 4;
+// One that is larger by this part was made for a value of about its size.
+constexpr size_t kLittleSpare = 64;
 // All blocks together may take more than was in use at once, by this part of it: sizes
 // differ, so that one cannot always take the place of another. Of large ones there are
 // few, and one more of them would be much.
@@ -55,7 +58,15 @@ class Blocks {
     {
       Dropped dropped;
       std::unique_lock lock(mutex_);
-      const auto find = [&] { return *out = Reuse(alignment, size); };
+      const auto find_close = [&] {
+        return *out = Reuse(alignment, size, size / kLittleSpare);
+      };
+      const auto find = [&] {
+        return *out = Reuse(alignment, size, size / kMostSpare);
+      };
+      if (find_close()) return 0;
+      // A larger one may be asked for while this value would have it.
+      if (IsAwaited(size) && MayWait() && WaitUntil(lock, find_close)) return 0;
       if (find() || (!Fits(size) && MayWait() && WaitUntil(lock, find))) return 0;
       MakeRoom(size, dropped);
     }
@@ -82,10 +93,10 @@ class Blocks {
   void BeginStep() {
     Dropped dropped;
     std::lock_guard lock(mutex_);
-    most_before_ = most_;
-    most_ = asked_;
-    DropIf([&](const Waiting& each) { return each.step != step_; }, dropped);
+    DropIf([&](const Waiting& each) { return each.step + kStepsOfBlocks <= step_; },
+           dropped);
     ++step_;
+    most_[step_ % kStepsOfBlocks] = asked_;
     futile_waits_ = 0;
     MakeRoom(0, dropped);
   }
@@ -112,8 +123,9 @@ class Blocks {
   };
   using WaitingBySize = std::multimap<size_t, Waiting>;
 
-  void* Reuse(size_t alignment, size_t size) {
-    const auto last = waiting_.upper_bound(size + size / kMostSpare);
+  // Returns a block that is larger by `spare` bytes at most, or none.
+  void* Reuse(size_t alignment, size_t size, size_t spare) {
+    const auto last = waiting_.upper_bound(size + spare);
     for (auto it = waiting_.lower_bound(size); it != last; ++it) {
       void* block = it->second.block;
       if (IsAligned(block, alignment)) {
@@ -131,7 +143,8 @@ class Blocks {
     used_.emplace(block, used);
     asked_ += used.asked;
     used_bytes_ += used.size;
-    most_ = std::max(most_, asked_);
+    size_t& most = most_[step_ % kStepsOfBlocks];
+    most = std::max(most, asked_);
   }
 
   bool Unuse(void* block) {
@@ -145,8 +158,16 @@ class Blocks {
 
   // Returns whether a new block of `more` bytes fits in beside those that wait.
   bool Fits(size_t more) const {
-    const size_t most = std::max({most_, most_before_, asked_ + more});
+    const size_t before = *std::max_element(most_.begin(), most_.end());
+    const size_t most = std::max(before, asked_ + more);
     return used_bytes_ + waiting_bytes_ + more <= most + most / spare_;
+  }
+
+  // Returns whether there is no room for one more value of a size that is in use.
+  bool IsAwaited(size_t size) const {
+    if (Fits(size)) return false;
+    return std::any_of(used_.begin(), used_.end(),
+                       [&](const auto& each) { return each.second.asked == size; });
   }
 
   bool MayWait() const { return !waiting_.empty() && futile_waits_ < kMostFutileWaits; }
@@ -196,8 +217,8 @@ class Blocks {
   int futile_waits_ = 0;  // in this step
   // Bytes in use, as they were asked for and as blocks have them; of those that wait.
   size_t asked_ = 0, used_bytes_ = 0, waiting_bytes_ = 0;
-  // The most that was asked for at once, in this step and in the one before.
-  size_t most_ = 0, most_before_ = 0;
+  // The most that was asked for at once in each of the last steps.
+  std::array<size_t, kStepsOfBlocks> most_{};
 };
 
 // Blocks of usual values and of large ones; they live as long as XLA's threads.

@@ -6,8 +6,8 @@
 // place of that, a freed block waits here for the next value of about its size.
 //
 // All blocks are the C library's own: whoever frees one elsewhere does no harm. No more
-// are kept than were in use at once in this step or the one before, and a little. The
-// largest are kept apart from the others, and next to nothing of them is to spare.
+// are kept than were in use at once in one of the last steps, and a little. The largest
+// are kept apart from the others, and next to nothing of them is to spare.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,11 @@ int PosixMemalign(void** out, size_t alignment, size_t size);
 void* AlignedAlloc(size_t alignment, size_t size);
 void Free(void* block);
 
-// Begins a step: blocks that the last one has not used go back to the C library.
+// Steps that count: when XLA frees what a program had differs from step to step, and so
+// does what is in use at once.
+constexpr int kStepsOfBlocks = 32;
+
+// Begins a step: blocks that so many steps have not used go back to the C library.
 void BeginStepOfBlocks();
 // Gives all blocks that wait back.
 void DropBlocks();

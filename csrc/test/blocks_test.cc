@@ -54,16 +54,34 @@ void OthersAreTheSystems() {
   EXPECT(WaitingBytes() == 0);
 }
 
-void NoMoreWaitThanWereInUse() {
-  for (int step = 0; step < 3; ++step) BeginStepOfBlocks();
+// Forgets all that was in use.
+void BeginAfresh() {
+  for (int step = 0; step < kStepsOfBlocks; ++step) BeginStepOfBlocks();
   DropBlocks();
+}
+
+void NoMoreWaitThanWereInUse() {
+  BeginAfresh();
   for (size_t size = 2000; size < 60000; size += size / 2) Free(Taken(size));
   EXPECT(WaitingBytes() < 60000 + 60000 / 4);
 }
 
+// What is in use at once differs from step to step, and no block is given back for it.
+void TheMostOfSeveralStepsCounts() {
+  BeginAfresh();
+  char* first = Taken(20000);
+  Free(Taken(30000));
+  for (int step = 1; step < kStepsOfBlocks; ++step) {
+    BeginStepOfBlocks();
+    Free(first);
+    EXPECT(WaitingBytes() >= 50000);
+    first = Taken(20000);
+  }
+  Free(first);
+}
+
 void OfLargeBlocksNoneIsToSpare() {
-  for (int step = 0; step < 3; ++step) BeginStepOfBlocks();
-  DropBlocks();
+  BeginAfresh();
   char* usual = Taken(kLarge - 1);
   char* large = Taken(kLarge);
   Free(usual);
@@ -78,13 +96,13 @@ void OfLargeBlocksNoneIsToSpare() {
   EXPECT(WaitingBytes() < both + static_cast<int64_t>(3 * kLarge + kLarge / 2));
 }
 
-// Returns whether a value without room gets the block that is freed a moment later.
-bool GetsWhatIsFreedNext() {
-  for (int step = 0; step < 3; ++step) BeginStepOfBlocks();
-  DropBlocks();
+// Returns whether a value gets the block of its size that is freed a moment later.
+// There is no room for another one while a block of another size waits.
+bool GetsWhatIsFreedNext(size_t other_size) {
+  BeginAfresh();
   char* used = Taken(20000);
   char* freed = Taken(30000);
-  Free(Taken(20000));  // there is no room for another block while this one waits
+  Free(Taken(other_size));
   std::atomic<bool> is_asked{false};
   std::thread other([&] {
     while (!is_asked) std::this_thread::yield();
@@ -101,20 +119,25 @@ bool GetsWhatIsFreedNext() {
 
 void ABlockIsAwaitedForAMoment() {
   bool is_found = false;
-  for (int i = 0; i < 100 && !is_found; ++i) is_found = GetsWhatIsFreedNext();
+  for (int i = 0; i < 100 && !is_found; ++i) is_found = GetsWhatIsFreedNext(20000);
   EXPECT(is_found);
 }
 
-void BlocksOfAnotherStepGoBack() {
+void ALargerOneIsLeftToOthersForAMoment() {
+  bool is_found = false;
+  for (int i = 0; i < 100 && !is_found; ++i) is_found = GetsWhatIsFreedNext(36000);
+  EXPECT(is_found);
+}
+
+void BlocksOfEarlierStepsGoBack() {
   DropBlocks();
-  char* block = Taken(8000);
-  Free(block);
-  BeginStepOfBlocks();
   Free(Taken(8000));
   BeginStepOfBlocks();
-  EXPECT(WaitingBytes() > 0);
-  BeginStepOfBlocks();
-  EXPECT(WaitingBytes() == 0);
+  Free(Taken(8000));
+  for (int step = 0; step < kStepsOfBlocks; ++step) {
+    BeginStepOfBlocks();
+    EXPECT((WaitingBytes() > 0) == (step + 1 < kStepsOfBlocks));
+  }
 }
 
 void ManyThreads() {
@@ -152,9 +175,11 @@ int main() {
   xla_pp::AFreedBlockServesTheNextValueOfAboutItsSize();
   xla_pp::OthersAreTheSystems();
   xla_pp::NoMoreWaitThanWereInUse();
+  xla_pp::TheMostOfSeveralStepsCounts();
   xla_pp::OfLargeBlocksNoneIsToSpare();
   xla_pp::ABlockIsAwaitedForAMoment();
-  xla_pp::BlocksOfAnotherStepGoBack();
+  xla_pp::ALargerOneIsLeftToOthersForAMoment();
+  xla_pp::BlocksOfEarlierStepsGoBack();
   xla_pp::ManyThreads();
   xla_pp::DropBlocks();
   std::puts("blocks_test: all is well");

@@ -18,6 +18,7 @@ ONE_VALUE = 4 * SIDE * SIDE
 M_MMAP_THRESHOLD = -3  # of malloc.h
 # Values of 4 MiB have 1,024 pages, and a run makes four of them.
 RUNS, FRESH = 8, 8 * 1000
+STEPS = 32  # for which a block waits
 # Rows of a value that is kept apart, and how many small pages it has.
 MANY_ROWS, PAGES = 12 * SIDE, 12 * 1024
 
@@ -60,9 +61,12 @@ def drop() -> None:
 
 def waiting_after_steps(*, has_compiled: bool) -> int:
     """Return the bytes that wait after steps, once there are none or in the end."""
-    return await_waiting(
-        lambda waiting: not waiting, lambda: cpu.begin_step(has_compiled=has_compiled)
-    )
+
+    def begin_steps() -> None:
+        for _ in range(STEPS):
+            cpu.begin_step(has_compiled=has_compiled)
+
+    return await_waiting(lambda waiting: not waiting, begin_steps)
 
 
 def measure() -> dict[str, int]:
