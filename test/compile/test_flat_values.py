@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,11 +16,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile import Function, Program, ProgramSpec, library_rules
+from torch_xla_pp.compile import (
+    Function,
+    Program,
+    ProgramSpec,
+    library_rules,
+    stage_programs,
+)
 from torch_xla_pp.compile.flat_values import FlatPart, FlatValue
 from torch_xla_pp.compile.names import storage_of
 from torch_xla_pp.errors import PipelineError
 from torch_xla_pp.testing import Worlds
+from torch_xla_pp.xla_compat import ExtraBytes
 
 Values = tuple[Tensor, ...]
 
@@ -44,11 +52,13 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(inner) if self.is_plain else F.silu(inner))
 
 
-def stage(is_plain: bool) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
+def stage(
+    is_plain: bool, width: int = 64
+) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
     """Return two layers with inputs and gradients of outputs."""
     torch.manual_seed(0)
-    module = nn.Sequential(*(Layer(64, 2, is_plain) for _ in range(2)))
-    shape = 3, 100, 64
+    module = nn.Sequential(*(Layer(width, 2, is_plain) for _ in range(2)))
+    shape = 3, 100, width
     return module, [torch.randn(shape) for _ in range(4)], [torch.randn(shape)] * 4
 
 
@@ -63,7 +73,12 @@ def trained(is_plain: bool) -> list[int]:
     """Compare with eager; return how many values a forward has for its backward."""
     xla_compat.enable_spmd()
     module, xs_, grads = stage(is_plain)
-    compiled = compiled_stage(module, xs_[0])
+    return compared(compiled_stage(module, xs_[0]), module, xs_, grads)
+
+
+def compared(
+    compiled: Compiled, module: nn.Module, xs_: list[Tensor], grads: list[Tensor]
+) -> list[int]:
     programs = compiled.programs
     expected = {n: torch.zeros_like(p) for n, p in module.named_parameters()}
     whole = compiled.sum_programs.start(compiled.fixed, {})
@@ -121,6 +136,80 @@ def parts_of(compiled: Compiled) -> list[int]:
 def test_what_layers_save_is_in_flat_values(worlds: Worlds) -> None:
     # The input, small values in two, and two flat ones.
     assert worlds.run(trained, ranks=1, args=(True,)) == [[4, 7, 8]]
+
+
+def summed(is_one: bool) -> dict[str, tuple[tuple[str, ...], ExtraBytes]]:
+    """Train layers of weights that are not small.
+
+    Returns:
+        What backwards return, and the memory that they take.
+    """
+    xla_compat.enable_spmd()
+    module, xs_, grads = stage(True, width=144)
+    limit = stage_programs._MOST_COPIED_BYTES if is_one else 0
+    with mock.patch.object(stage_programs, "_MOST_COPIED_BYTES", limit):
+        compiled = compiled_stage(module, xs_[0])
+    compared(compiled, module, xs_, grads)
+    programs = compiled.programs.compiled
+    return {
+        name: (programs[name].outputs, programs[name].extra)
+        for name in ("backward", "backward weight")
+    }
+
+
+@pytest.mark.worlds
+def test_sums_of_weights_are_one_value_in_the_memory_of_the_one_before(
+    worlds: Worlds,
+) -> None:
+    (one,) = worlds.run(summed, ranks=1, args=(True,))
+    (each,) = worlds.run(summed, ranks=1, args=(False,))
+    sums = ("new_sum:flat:sums", "new_sum:small:sums:torch.float32")
+    for name, (outputs, extra) in one.items():
+        assert outputs[:2] == sums and len(outputs) < 4
+        assert len(each[name][0]) == len(outputs) + 7
+        # Nothing is copied, and no gradient waits for the sums of others.
+        assert extra == each[name][1]
+
+
+class Parts(nn.Module):
+    """An embedding and layers, of which some weights may be in a flat sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(300, 160)
+        self.first, self.second = nn.Linear(160, 160), nn.Linear(160, 161)
+        # Its weight does not end at the end of a line.
+        self.third = nn.Linear(161, 163)
+        self.small, self.up, self.down = (
+            nn.Linear(163, 8),
+            nn.Linear(163, 1616),
+            nn.Linear(1616, 16),
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found = self.third(self.second(self.first(self.embed(tokens))))
+        result: Tensor = self.down(self.up(found)).mean() + self.small(found).mean()
+        return result
+
+
+def in_flat_sums(rows: int) -> list[str]:
+    """Return the sums that are one for a batch of so many tokens."""
+    xla_compat.enable_spmd()
+    tokens = torch.zeros(rows, dtype=torch.int64)
+    mesh, rules = xs.Mesh(np.arange(1), (1,), ("data",)), library_rules()
+    compiled = Compiled(Parts(), [tokens], mesh, rules=rules, is_recycling=True)
+    bundles = compiled.programs.summed.bundles
+    assert len(bundles) < 3
+    return [name for bundle in bundles[1:] for name in bundle.shapes]
+
+
+@pytest.mark.worlds
+def test_sums_are_one_if_copies_cost_less_and_fit_where_saved_values_were(
+    worlds: Worlds,
+) -> None:
+    names = [f"sum:param:{name}.weight" for name in ("first", "second", "down")]
+    assert worlds.run(in_flat_sums, ranks=1, args=(400,)) == [names]
+    assert worlds.run(in_flat_sums, ranks=1, args=(20,)) == [[]]
 
 
 @pytest.mark.worlds
@@ -279,6 +368,83 @@ def pieces_read() -> None:
 @pytest.mark.worlds
 def test_pieces_are_read_where_they_lie(worlds: Worlds) -> None:
     worlds.run(pieces_read, ranks=1)
+
+
+def products(x: Tensor, y: Tensor, *totals: Tensor) -> Values:
+    first, second, third, fourth = totals
+    turned = (y @ y.t()).t()
+    return first + x @ y, second + y.t() @ x.t(), third + turned, fourth + y @ y
+
+
+def read_again(x: Tensor, y: Tensor, *totals: Tensor) -> Values:
+    first, second, third, fourth = totals
+    total = first + x @ y
+    # Its old value is read by a call, that of the next one by a loop, and the new value
+    # of the last one by both.
+    other = second + F.gelu(second[0])
+    last = fourth + y @ y.t()
+    gelu = F.gelu(last)
+    return total + first @ y @ x, other, third * second, last, gelu, last.exp()
+
+
+def exchanged(x: Tensor, y: Tensor, *totals: Tensor) -> Values:
+    first, second, third, fourth = totals
+    return second + x @ y, first + y @ x, fourth, third
+
+
+def given_twice(x: Tensor, y: Tensor, *totals: Tensor) -> Values:
+    first, second, third, fourth = totals
+    total = first + x @ y
+    return total, second, total, fourth + y @ y.t(), total
+
+
+def pieces_replaced() -> dict[str, int]:
+    """Replace pieces of a flat value; return what programs take beside it."""
+    xla_compat.enable_spmd()
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 64), torch.randn(64, 64)
+    calls: list[Callable[..., Values]] = [products, read_again, exchanged, given_twice]
+    found = {}
+    for call in calls:
+        # Something lies before, between and behind its parts.
+        parts = {f"x{2 + i}": FlatPart(16 + 5000 * i, (64, 64)) for i in range(4)}
+        new = {f"out{i}": part for i, part in enumerate(parts.values())}
+        old = FlatValue(name="old", names=[*parts], parts=parts)
+        args = x, y, *torch.randn(4, 64, 64)
+        program = program_of(
+            call,
+            args,
+            given_flat=[old],
+            updated_flat={"old": FlatValue(name="new", names=[*new], parts=new)},
+            donated=("old",),
+        )
+        expected = torch.randn(20016)
+        whole = expected.to(xla_compat.device())
+        for _ in range(3):
+            left, right = x * torch.rand(()), y * torch.rand(())
+            totals = [part.of(expected).clone() for part in parts.values()]
+            wanted = call(left, right, *totals)
+            for part, value in zip(parts.values(), wanted, strict=False):
+                part.of(expected).copy_(value)
+            device = {"x0": left.to(whole.device), "x1": right.to(whole.device)}
+            results = program({**device, "old": whole})
+            whole = results["new"]
+            assert [*results] == ["new", *(f"out{i}" for i in range(4, len(wanted)))]
+            pairs = [(whole, expected)]
+            pairs += zip([*results.values()][1:], wanted[4:], strict=True)
+            for got, want in pairs:
+                torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-3)
+            expected /= expected.abs().max()
+            whole = expected.to(whole.device)
+        found[call.__name__] = program.extra.num_bytes
+    return found
+
+
+@pytest.mark.worlds
+def test_results_replace_pieces_of_a_parameter(worlds: Worlds) -> None:
+    (found,) = worlds.run(pieces_replaced, ranks=1)
+    # Sums of products are written where they lie.
+    assert found["products"] < 64 * 64
 
 
 def dispatched() -> None:

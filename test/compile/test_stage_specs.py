@@ -218,7 +218,7 @@ def test_programs_add_small_gradients_to_their_sums_together() -> None:
     made = functions(backward=backward, backward_input=None, backward_weight=None)
     grads = {f"param:{name}": f"new_sum:param:{name}" for name in "ab"}
     made = replace(made, parameter_grads=grads, input_grads={0: None})
-    specs = stage_specs(made, Borders(), {}, 1, is_recycling=True, sums=sums)
+    specs = stage_specs(made, Borders(), {}, 1, is_recycling=True, small_sums=sums)
     program = specs.programs["backward"]
     assert program.inputs == ("y", "tangent:0", "sum:small:sums")
     assert program.outputs == ("new_sum:small:sums",)
@@ -226,3 +226,32 @@ def test_programs_add_small_gradients_to_their_sums_together() -> None:
     assert "sum:small:sums" not in specs.kept
     (before,) = specs.sums.values()
     assert before == Bundle("sum:small:sums", {"sum:param:a": (2,), "sum:param:b": ()})
+
+
+def test_programs_add_products_to_their_sums_in_one_value() -> None:
+    sums = Bundle("flat:sums", {"param:a": (2, 16), "param:b": (32,)})
+    names = [f"sum:param:{name}" for name in "ab"]
+    backward = function(
+        "backward",
+        " ".join(["y", "tangent:0", *names]),
+        "new_sum:param:a new_sum:param:b",
+    )
+    made = functions(backward=backward, backward_input=None, backward_weight=None)
+    grads = {f"param:{name}": f"new_sum:param:{name}" for name in "ab"}
+    made = replace(made, parameter_grads=grads, input_grads={0: None})
+    rules = [lambda *_: None]
+    specs = stage_specs(
+        made, Borders(), {}, 1, rules, is_recycling=True, flat_sums=[sums]
+    )
+    program = specs.programs["backward"]
+    (before,) = program.given_flat
+    after = program.updated_flat["sum:flat:sums"]
+    assert before.parts == {names[0]: (0, (2, 16)), names[1]: (32, (32,))}
+    assert after.parts == {f"new_{name}": part for name, part in before.parts.items()}
+    assert (before.name, after.name) == ("sum:flat:sums", "new_sum:flat:sums")
+    assert program.donated == {"sum:flat:sums"}
+    forward = specs.programs["forward"]
+    assert not forward.given_flat and not forward.updated_flat
+    assert [*specs.sums.values()] == [
+        Bundle("sum:flat:sums", {names[0]: (2, 16), names[1]: (32,)})
+    ]

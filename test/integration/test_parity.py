@@ -5,6 +5,8 @@ differently, since XLA fuses and orders sums in its own way. Parameters after Ad
 are compared to the same tolerance.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 from integration.training import (
@@ -17,6 +19,7 @@ from integration.training import (
     train,
 )
 
+from torch_xla_pp.compile import stage_programs
 from torch_xla_pp.testing import Worlds
 
 pytestmark = pytest.mark.worlds
@@ -47,6 +50,34 @@ def test_two_ranks_train_as_one_process(
 def test_a_rank_may_have_one_device(worlds: Worlds, schedule: str) -> None:
     job = Job(schedule=schedule, frontend="manual")
     check(worlds.run(train, ranks=2, devices=1, args=(job,)))
+
+
+def train_with(job: Job, most_copied: int) -> Report:
+    """Train where sums of up to so many bytes may pass as one."""
+    with mock.patch.object(stage_programs, "_MOST_COPIED_BYTES", most_copied):
+        return train(job)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_sums_of_larger_weights_pass_as_one(worlds: Worlds, schedule: str) -> None:
+    job = Job(
+        schedule=schedule,
+        frontend="manual",
+        takes_outputs=False,
+        width=144,
+        length=64,
+        max_norm=0.5,
+    )
+    reports = worlds.run(train_with, ranks=2, devices=1, args=(job, 1 << 20))
+    others = worlds.run(train_with, ranks=2, devices=1, args=(job, 0))
+    for one, each in zip(reports, others, strict=True):
+        assert one.bundles - each.bundles == {"sum:flat:sums"}
+        assert one.errors == each.errors
+        assert all(x.equal(each.values[name]) for name, x in one.values.items())
+        # Gradients are sums over 512 rows, and AdamW makes steps of a size even of
+        # those that are next to zero.
+        assert one.errors.pop("parameters") < LEARNING_RATE / 2
+    check(reports, tolerance=5e-5)
 
 
 @pytest.mark.parametrize("transport", ["", "host"])

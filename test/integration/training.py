@@ -118,6 +118,7 @@ class Job:
     num_microbatches: int = 4
     rows: int = 8
     length: int = 3
+    width: int = 8
     num_steps: int = 3
     dtype: torch.dtype = torch.float32
     init_device: str = "cpu"
@@ -169,6 +170,7 @@ class Report:
     values: dict[str, Tensor] = field(default_factory=dict)
     explanation: Any = None
     programs: set[str] = field(default_factory=set)
+    bundles: set[str] = field(default_factory=set)
 
     def compare(self, what: str, got: Tensor, expected: Tensor) -> None:
         """Keep the largest difference, relative to the largest value."""
@@ -236,7 +238,7 @@ def start(job: Job) -> tuple[list[Any], Any]:
     """Join the job; return this rank's stages of a seeded model, and the schedule."""
     join(job.transport)
     torch.manual_seed(0)
-    model = Model(job.num_stages, is_tied=job.is_tied)
+    model = Model(job.num_stages, job.width, is_tied=job.is_tied)
     stages = build(job, model, mesh_of(job))
     return stages, make_schedule(job, stages)
 
@@ -309,7 +311,7 @@ def train_joined(job: Job) -> Report:
     if job.init_device == "deferred":
         reference, model = xpp.materialize(deferred(job)), deferred(job)
     else:
-        reference = Model(job.num_stages, is_tied=job.is_tied).to(job.dtype)
+        reference = Model(job.num_stages, job.width, is_tied=job.is_tied).to(job.dtype)
         model = copy.deepcopy(reference)
     if job.init_device == "meta":
         state = model.state_dict()
@@ -357,6 +359,12 @@ def train_joined(job: Job) -> Report:
     report.explanation = stages[0].explain()
     last = [stage.explain() for stage in stages if stage.is_last]
     report.programs = {p.name for found in last for p in found.programs}
+    report.bundles = {
+        bundle.name
+        for stage in stages
+        for own in stage.model.sums._programs.values()
+        for bundle in own.summed.bundles
+    }
     report.tied = [
         stage.submod.get_parameter(name).detach().cpu()
         for stage in stages
@@ -372,7 +380,7 @@ def train_joined(job: Job) -> Report:
 
 def deferred(job: Job) -> Model:
     with xpp.deferred_init():
-        return Model(job.num_stages, is_tied=job.is_tied).to(job.dtype)
+        return Model(job.num_stages, job.width, is_tied=job.is_tied).to(job.dtype)
 
 
 def _clip(max_norm: float, stages: list[Any], reference: Model, report: Report) -> None:

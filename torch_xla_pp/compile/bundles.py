@@ -17,7 +17,7 @@ from torch_xla_pp.compile.names import bundle_name
 from torch_xla_pp.compile.partition import Function
 from torch_xla_pp.cpu import fits_own_ops, has_own_ops, split
 
-_MOST_BYTES = 1 << 16
+MOST_SMALL_BYTES = 1 << 16
 
 
 class Bundle(NamedTuple):
@@ -67,7 +67,7 @@ def bundles_of(
     found: dict[torch.dtype, dict[str, tuple[int, ...]]] = {}
     for name in names:
         look = looks.get(name)
-        if look is not None and look.numel() * look.dtype.itemsize <= _MOST_BYTES:
+        if look is not None and look.numel() * look.dtype.itemsize <= MOST_SMALL_BYTES:
             found.setdefault(look.dtype, {})[name] = tuple(look.shape)
     return tuple(
         Bundle(bundle_name(maker, dtype), shapes)

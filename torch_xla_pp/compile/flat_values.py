@@ -5,18 +5,23 @@ read. These write and read pieces of a larger value as well (`hlo.place_calls`),
 the forward returns one value in place of many, and nothing is copied. XLA's loops do
 not: so which values these are is known when the forward has been traced.
 
+Sums of gradients of weights may be one from the begin of a step to its end: calls that
+add products to them do so where they lie.
+
 Small values become one by copying them, see `bundles`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_xla_pp import cpu, xla_compat
+from torch_xla_pp.compile.bundles import Bundle
 from torch_xla_pp.errors import PipelineError
 
 
@@ -46,12 +51,28 @@ class FlatValue:
 
     Attributes:
         parts: Name of each value that is in it → where; empty until the program that
-            makes it has been traced, and where nothing can be in it.
+            makes it has been traced, and where nothing can be in it. Those of sums are
+            known.
     """
 
     name: str
     names: Sequence[str]
     parts: dict[str, FlatPart] = field(default_factory=dict)
+
+    @classmethod
+    def of_sums(cls, bundle: Bundle, name_of: Callable[[str], str]) -> "FlatValue":
+        """Return the flat value of sums of gradients.
+
+        Args:
+            bundle: The sums by role.
+            name_of: Returns their names, and that of the flat value.
+        """
+        begins = accumulate(map(math.prod, bundle.shapes.values()), initial=0)
+        parts = {
+            name_of(role): FlatPart(begin, shape)
+            for (role, shape), begin in zip(bundle.shapes.items(), begins, strict=False)
+        }
+        return cls(name=name_of(bundle.name), names=[*parts], parts=parts)
 
     def taken_apart(self, whole: Tensor) -> dict[str, Tensor]:
         """Return the values that are in it, by name."""
@@ -90,6 +111,7 @@ def flatten(
     made: Sequence[FlatValue],
     parameters: Sequence[Tensor],
     read: Sequence[int],
+    updated: Mapping[int, FlatValue],
 ) -> Flattened | None:
     """Let our own calls write pending values into flat ones, and read such operands.
 
@@ -99,6 +121,8 @@ def flatten(
         parameters: What it reads: tensors that torch_xla knows, not others of the same
             data, which it would take for new ones.
         read: Which of its parameters are flat values.
+        updated: A flat parameter → the flat value that it returns in the same memory,
+            with parts as large at the same places.
 
     Returns:
         What it returns then, None if that is the same and no call reads otherwise.
@@ -110,6 +134,10 @@ def flatten(
         xla_compat.hlo_module(pending),
         [[place_of[n] for n in flat.names if n in place_of] for flat in made],
         read,
+        {
+            number: {place_of[n]: part.offset for n, part in flat.parts.items()}
+            for number, flat in updated.items()
+        },
     )
     if found is None:
         return None
@@ -127,8 +155,9 @@ def flatten(
     storages = xla_compat.new_values([*looks.values()])
     operands = [*parameters, *storages]
     results = xla_compat.call_module(found.module, operands[::-1], is_kept=False)
-    gone = {name for flat in made for name in flat.parts}
-    left = [*looks, *(name for name in names if name not in gone)]
+    gone = {name for flat in (*made, *updated.values()) for name in flat.parts}
+    left = [*looks, *(flat.name for flat in updated.values())]
+    left += [name for name in names if name not in gone]
     return Flattened(
         values=dict(zip(left, results, strict=True)),
         storages=dict(zip(looks, storages, strict=True)),

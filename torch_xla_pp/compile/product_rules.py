@@ -149,6 +149,15 @@ class _Factors(NamedTuple):
         )
 
 
+def is_product(node: fx.Node) -> bool:
+    """Return whether a result of a traced graph is a product, or one transposed.
+
+    Nothing else reads it, so its sum with another value may be in the memory of that.
+    """
+    product, _ = _stored(node, node.meta["val"].dim())
+    return product.target in _PRODUCTS and _is_read_once(node, product)
+
+
 def _unmerged(node: fx.Node) -> fx.Node:
     """Return a value before its dimensions were merged or split."""
     while node.target in _MERGES:

@@ -250,7 +250,8 @@ class Program:
             marked = self._marked(values, seed, fixed)
             self.extra = self._marked.extra
             return marked
-        given = tuple(flat for flat in self.spec.given_flat if flat.name in values)
+        flats, sums = self.spec.given_flat, self.spec.updated_flat
+        given = tuple(x for x in flats if x.name in values or x.name in sums)
         if self._hash is None:
             self._take(given)
             everything = {**values, **(fixed or {})}
@@ -404,9 +405,12 @@ class Program:
             return outputs
         parameters = self._map_parameters(args, outputs)
         given = {flat.name for flat in self._given}
-        read = [i for i, name in enumerate(self._names) if name in given]
+        names = [*enumerate(self._names)]
+        read = [i for i, name in names if name in given]
+        new = self.spec.updated_flat
+        updated = {i: new[name] for i, name in names if name in new}
         named = dict(zip(self.outputs, outputs, strict=True))
-        found = flatten(named, made, parameters, read)
+        found = flatten(named, made, parameters, read, updated)
         if found is None:
             return outputs
         self.outputs = tuple(found.values)

@@ -43,6 +43,8 @@ class ProgramSpec:
             like these; which ones is known when it has been traced.
         given_flat: Those from which it takes inputs that are in them, if a call passes
             them.
+        updated_flat: Name of one of these, which every call passes → the flat value
+            that it returns in the same memory.
         is_marked: Whether it notes its begin and end, under the action that a `MARK`
             among its inputs names.
     """
@@ -61,6 +63,7 @@ class ProgramSpec:
     bundles: Sequence[Bundle] = ()
     made_flat: Sequence[FlatValue] = ()
     given_flat: Sequence[FlatValue] = ()
+    updated_flat: Mapping[str, FlatValue] = field(default_factory=dict)
     is_marked: bool = False
 
     @property

@@ -5,20 +5,34 @@ parameters, buffers, constants and gradient sums. `live` values belong to one mi
 and die with its backward.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile.bundles import Bundle, bundles_of
+from torch_xla_pp.compile.bundles import MOST_SMALL_BYTES, Bundle, bundles_of
 from torch_xla_pp.compile.group_sums.group_gradients import Grouping, group_gradients
 from torch_xla_pp.compile.joined_program import JoinedProgram, Scored
 from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.loss_program import LossProgram
 from torch_xla_pp.compile.lowering import LoweringRule
-from torch_xla_pp.compile.names import accumulated, accumulator, is_route, storage_of
-from torch_xla_pp.compile.partition import Function, Remat, partition_joint
+from torch_xla_pp.compile.names import (
+    accumulated,
+    accumulator,
+    flat_name,
+    is_route,
+    storage_of,
+)
+from torch_xla_pp.compile.partition import (
+    Function,
+    Remat,
+    StageFunctions,
+    partition_joint,
+)
+from torch_xla_pp.compile.product_rules import LibraryProducts, is_product
 from torch_xla_pp.compile.program import BoundValues, Constants, Program
 from torch_xla_pp.compile.sizes import Size, device_bytes
 from torch_xla_pp.compile.stage_specs import (
@@ -29,6 +43,7 @@ from torch_xla_pp.compile.stage_specs import (
 )
 
 Values = dict[str, Tensor]
+_MOST_COPIED_BYTES = 1 << 20
 
 
 class Forwarded(NamedTuple):
@@ -211,6 +226,7 @@ class StagePrograms:
             used,
             is_recycling,
             small,
+            _flat_sums(joint, functions, rules) if is_recycling else (),
         )
         self._specs = specs
         self.summed = self.summed._replace(bundles=tuple(specs.sums.values()))
@@ -470,6 +486,33 @@ def _small_sums(joint: JointGraph) -> tuple[Bundle, ...]:
     """Return the bundles of small sums of gradients, by role."""
     looks = {role: grad.meta["val"] for role, grad in joint.parameter_grads.items()}
     return bundles_of("sums", looks, looks)
+
+
+def _flat_sums(
+    joint: JointGraph, functions: StageFunctions, rules: Sequence[LoweringRule]
+) -> tuple[Bundle, ...]:
+    """Return the bundle of sums to which calls add products, by role.
+
+    At the end of a step each of them is copied to be a value of its own, and held twice
+    meanwhile. So they are one only if a copy costs less than to pass them, and if they
+    take no more than the values that a forward saves, of which none are left then.
+    """
+    shapes = {
+        role: tuple(grad.meta["val"].shape)
+        for role, grad in joint.parameter_grads.items()
+        if is_product(grad) and _may_be_copied(grad.meta["val"])
+    }
+    num_bytes = sum(map(math.prod, shapes.values())) * torch.float32.itemsize
+    is_called = any(isinstance(rule, LibraryProducts) for rule in rules)
+    is_there = len(shapes) > 1 and num_bytes <= _bytes_of(functions.forward)
+    return (Bundle(flat_name("sums"), shapes),) if is_called and is_there else ()
+
+
+def _may_be_copied(value: Tensor) -> bool:
+    """Return whether a sum is not small, nor large, and fills lines of a cache."""
+    is_float = value.dtype == torch.float32 and value.numel() % 16 == 0
+    size = value.numel() * value.dtype.itemsize
+    return is_float and MOST_SMALL_BYTES < size <= _MOST_COPIED_BYTES
 
 
 def _bytes_of(function: Function) -> int:

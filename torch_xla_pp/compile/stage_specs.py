@@ -150,13 +150,16 @@ class StageSpecs:
             sums=before,
         )
 
-    def flattening(self, looks: Mapping[str, Tensor]) -> "StageSpecs":
+    def flattening(
+        self, looks: Mapping[str, Tensor], sums: Sequence[Bundle]
+    ) -> "StageSpecs":
         """Return specs by which large values between the programs may pass as one.
 
         Those that the backward of weights reads are apart here, too.
 
         Args:
             looks: As for `bundling`, which comes first.
+            sums: Sums of gradients by role, to which the functions add.
         """
         made: dict[str, list[FlatValue]] = {}
         late: set[str] = set()
@@ -167,7 +170,10 @@ class StageSpecs:
                 value = FlatValue(name=flat_name(maker), names=fitting)
                 made.setdefault(name, []).append(value)
                 late.update([value.name] if is_late else [])
-        values = [value for own in made.values() for value in own]
+        before = [FlatValue.of_sums(bundle, accumulator) for bundle in sums]
+        after = [FlatValue.of_sums(bundle, accumulated) for bundle in sums]
+        values = [*before, *(value for own in made.values() for value in own)]
+        sum_of = {name: value.name for value in before for name in value.names}
         programs = {
             name: replace(
                 spec,
@@ -175,6 +181,12 @@ class StageSpecs:
                 given_flat=[
                     v for v in values if not {*spec.inputs}.isdisjoint(v.names)
                 ],
+                updated_flat={
+                    old.name: new
+                    for old, new in zip(before, after, strict=True)
+                    if not {*spec.inputs}.isdisjoint(old.names)
+                },
+                donated={sum_of.get(name, name) for name in spec.donated},
             )
             for name, spec in self.programs.items()
         }
@@ -184,6 +196,7 @@ class StageSpecs:
             programs=programs,
             kept=self.kept.union(saved),
             residual=self.residual | late,
+            sums={**self.sums, **{b.name: _renamed(b, accumulator) for b in sums}},
         )
 
     def recycling(self) -> "StageSpecs":
@@ -246,7 +259,8 @@ def stage_specs(
     rules: Sequence[LoweringRule] = (),
     used: Mapping[str, xla_compat.OpSharding] | None = None,
     is_recycling: bool = False,
-    sums: Sequence[Bundle] = (),
+    small_sums: Sequence[Bundle] = (),
+    flat_sums: Sequence[Bundle] = (),
 ) -> StageSpecs:
     """Return the table of a stage's programs.
 
@@ -259,7 +273,8 @@ def stage_specs(
         used: See `ProgramSpec`.
         is_recycling: Whether what one program saves for another takes the memory of
             what an earlier run has saved, and small values pass as one.
-        sums: See `StageSpecs.bundling`.
+        small_sums: See `StageSpecs.bundling`.
+        flat_sums: See `StageSpecs.flattening`.
     """
     table = _Table(functions, borders, pins, num_inputs, rules, used or {})
     specs = table.specs()
@@ -269,9 +284,9 @@ def stage_specs(
     looks: dict[str, Tensor] = {}
     for reader in readers:
         looks |= {} if reader is None else looks_of(reader)
-    specs = specs.bundling(looks, sums)
+    specs = specs.bundling(looks, small_sums)
     # On one device, rules are calls of ours.
-    return (specs.flattening(looks) if rules else specs).recycling()
+    return (specs.flattening(looks, flat_sums) if rules else specs).recycling()
 
 
 def _may_lie_in_another(value: Tensor) -> bool:

@@ -108,7 +108,10 @@ def call_handler(
 
 
 def placed_calls(
-    module: bytes, written: Sequence[Sequence[int]], read: Iterable[int]
+    module: bytes,
+    written: Sequence[Sequence[int]],
+    read: Iterable[int],
+    updated: Mapping[int, Mapping[int, int]],
 ) -> Placed | None:
     """Let calls of these ops write and read pieces of larger values.
 
@@ -116,17 +119,19 @@ def placed_calls(
         module: The `HloModuleProto` of a program for one device.
         written: As for `hlo.place_calls`.
         read: See there.
+        updated: See there.
 
     Returns:
         What it becomes, None if it stays as it is.
     """
-    return place_calls(module, _handlers(), written, read)
+    return place_calls(module, _handlers(), written, read, updated)
 
 
 @functools.cache
 def _handlers() -> Handlers:
     ops: dict[str, int] = {op: number for number, op in enumerate(native.OPS)}
-    return Handlers(prefix=_OPS, ops=ops, placed=_registered("placed", ()))
+    placed = _registered("placed", ())
+    return Handlers(prefix=_OPS, ops=ops, placed=placed, copying=ops["split"])
 
 
 def _call_shape(shape: Sequence[int], dtype: torch.dtype) -> CallShape:

@@ -9,6 +9,10 @@ each takes it, and returns it in the same memory. A call that only reads a piece
 it on as well, so that XLA need not ask whether it reads before others write, where it
 would copy the whole value. So a result is a piece only if nothing but calls reads it.
 
+Results may also replace pieces of a parameter, whose memory the flat value then keeps:
+a call that takes the memory of such a piece for its result writes it where it lies, and
+what others make is copied there at the end.
+
 Numbers of fields are those of xla/service/hlo.proto of OpenXLA.
 """
 
@@ -48,11 +52,13 @@ class Handlers(NamedTuple):
         prefix: What their names begin with; the name of an op and a dot follow.
         ops: Name of each op → its number.
         placed: The name of the handler that calls another op on pieces.
+        copying: The number of an op that copies its operand to its only result.
     """
 
     prefix: str
     ops: Mapping[str, int]
     placed: str
+    copying: int
 
     def op_of(self, target: str) -> int | None:
         """Return the number of a handler's op, None if it is another handler."""
@@ -66,11 +72,11 @@ class Placed(NamedTuple):
 
     Attributes:
         module: An `HloModuleProto`. Its parameters are those from before, then one for
-            each flat value that is written to, whose memory that takes; all of them in
-            reverse, as torch_xla numbers parameters of a program from the last operand
-            of a call on. Its results are the flat values, then those from before that
-            are no pieces.
-        pieces: For each flat value, which results it has → where they begin.
+            each new flat value, whose memory that takes; all of them in reverse, as
+            torch_xla numbers parameters of a program from the last operand of a call
+            on. Its results are the new flat values, those in the memory of parameters,
+            then those from before that are no pieces.
+        pieces: For each new flat value, which results it has → where they begin.
         sizes: For each, how many numbers it has, none if there are no pieces.
     """
 
@@ -84,6 +90,7 @@ def place_calls(
     handlers: Handlers,
     written: Sequence[Sequence[int]],
     read: Iterable[int],
+    updated: Mapping[int, Mapping[int, int]],
 ) -> Placed | None:
     """Let calls of a module for one device write and read pieces of flat values.
 
@@ -93,6 +100,8 @@ def place_calls(
         written: For each flat value that it may make, which results may be its pieces.
             Less than two are not worth it.
         read: Numbers of the flat parameters.
+        updated: Number of a flat parameter → the results that replace pieces of it →
+            where these begin.
 
     Returns:
         The new module, None if it would be the same.
@@ -102,7 +111,9 @@ def place_calls(
         places.write(results)
     for number in read:
         places.read(number)
-    if not places.operands and not places.results:
+    for number, begins in updated.items():
+        places.update(number, begins)
+    if not places.operands and not places.results and not updated:
         return None
     return Placed(_Writer(places).module(), places.pieces, places.sizes)
 
@@ -111,8 +122,8 @@ class _Piece(NamedTuple):
     """Where an operand or a result lies.
 
     Attributes:
-        whole: The parameter's number where it is read alone, else that of the flat
-            value that is written to, as `_written_to` returns it.
+        whole: The number of the parameter, or that of a new flat value, as
+            `_written_to` returns it.
         offset: Its first number.
         sizes: Its dimensions.
     """
@@ -150,6 +161,9 @@ class _Places:
         operands: A call and which of its operands → where that lies, if in another
             value.
         results: Likewise for results.
+        updated: Numbers of the parameters of which pieces are replaced.
+        copied: A result of the module → where it is copied to at the end.
+        gone: The results of the module that are pieces.
         dropped: Numbers of instructions that nothing needs then.
     """
 
@@ -165,6 +179,9 @@ class _Places:
         self.sizes: list[int] = []
         self.operands: dict[tuple[int, int], _Piece] = {}
         self.results: dict[tuple[int, int], _Piece] = {}
+        self.updated: list[int] = []
+        self.copied: dict[int, _Piece] = {}
+        self.gone: set[int] = set()
         self.dropped: set[int] = set()
 
     def write(self, results: Sequence[int]) -> None:
@@ -172,33 +189,62 @@ class _Places:
         whole, begins, size = _written_to(len(self.pieces)), dict[int, int](), 0
         found = {result: made for result in results if (made := self._made(result))}
         for result, made in found.items() if len(found) > 1 else ():
-            piece = _Piece(whole, size, made.sizes)
-            self.results[made.call, made.place] = piece
-            for reader in made.readers:
-                self.dropped.update(reader.views)
-                if reader.instruction is not self.entry.root:
-                    self.operands[reader.instruction.number, reader.place] = piece
+            self._place(made, _Piece(whole, size, made.sizes))
             begins[result] = size
             size += -(-math.prod(made.sizes) // _LINE) * _LINE
         self.pieces.append(begins)
         self.sizes.append(size)
+        self.gone.update(begins)
 
     def read(self, number: int) -> None:
         """Let calls read what they can of a flat parameter where it lies."""
-        (whole,) = (
-            one.number
-            for one in self.entry.instructions
-            if one.opcode == "parameter" and one.place == number
-        )
-        for cut in self.entry.users(whole):
-            if cut.cut_at is None:
-                continue
-            for reader in self.entry.readers(cut.number):
+        whole = self._parameter(number)
+        for begin, readers in self._cuts(whole).items():
+            for reader in readers:
                 if self._reads_anywhere(reader):
                     read = reader.instruction.number
                     sizes = sizes_of(self.calls[read].operands[reader.place])
-                    piece = _Piece(whole, cut.cut_at, sizes)
-                    self.operands[read, reader.place] = piece
+                    self.operands[read, reader.place] = _Piece(whole, begin, sizes)
+
+    def update(self, number: int, begins: Mapping[int, int]) -> None:
+        """Let results replace pieces of a flat parameter.
+
+        Args:
+            number: That of the parameter.
+            begins: Which results → where they begin.
+        """
+        whole = self._parameter(number)
+        cuts = self._cuts(whole)
+        self.updated.append(whole)
+        self.gone.update(begins)
+        for result, begin in begins.items():
+            made = self._made(result, is_in_place=True)
+            if made is not None and self._takes(made.call, cuts.get(begin, ())):
+                piece = _Piece(whole, begin, made.sizes)
+                self._place(made, piece)
+                last = len(self.calls[made.call].operands) - 1
+                self.operands[made.call, last] = piece
+            else:
+                sizes = sizes_of(self.entry.result_shapes()[result])
+                self.copied[result] = _Piece(whole, begin, sizes)
+
+    def ordered(self) -> list[Instruction]:
+        """Return all but the last instruction, in an order in which they can run.
+
+        Calls that replace pieces run one after the other, so each comes as soon as what
+        it reads is there, which would wait for the others, too.
+        """
+        replacing = {
+            call for (call, _), piece in self.results.items() if piece.whole >= 0
+        }
+        found: dict[int, tuple[int, int]] = {}
+        for place, one in enumerate(self.entry.instructions):
+            is_cheap = one.opcode in ("parameter", "slice") or one.is_view
+            behind = max((found[n][0] for n in one.operands), default=-1)
+            is_early = is_cheap or one.number in replacing
+            found[one.number] = (behind if is_early else place, place)
+        del found[self.entry.root.number]
+        return [self.entry.by_number[n] for n in sorted(found, key=found.__getitem__)]
 
     def has(self, number: int) -> bool:
         """Return whether a call reads or writes pieces."""
@@ -209,14 +255,61 @@ class _Places:
         results = ((number, i) in self.results for i in range(len(call.results)))
         return any(operands) or any(results)
 
-    def _made(self, result: int) -> _Made | None:
-        """Return how a result is made and read, None if it cannot be a piece."""
+    def _place(self, made: _Made, piece: _Piece) -> None:
+        """Let a result be a piece, also where calls read it."""
+        self.results[made.call, made.place] = piece
+        for reader in made.readers:
+            self.dropped.update(reader.views)
+            if reader.instruction is not self.entry.root:
+                self.operands[reader.instruction.number, reader.place] = piece
+
+    def _takes(self, call: int, readers: Sequence[ValueReader]) -> bool:
+        """Return whether a call that takes memory takes that of a piece.
+
+        Not if others read the piece: they would read the new one.
+
+        Args:
+            call: The call's number.
+            readers: What reads the piece.
+        """
+        last = len(self.calls[call].operands) - 1
+        found = [(x.instruction.number, x.place, x.is_all) for x in readers]
+        return found == [(call, last, True)]
+
+    def _parameter(self, number: int) -> int:
+        """Return the instruction of a parameter."""
+        (found,) = (
+            one.number
+            for one in self.entry.instructions
+            if one.opcode == "parameter" and one.place == number
+        )
+        return found
+
+    def _cuts(self, whole: int) -> dict[int, list[ValueReader]]:
+        """Return where pieces of a value begin → what reads them."""
+        found: dict[int, list[ValueReader]] = {}
+        for cut in self.entry.users(whole):
+            if cut.cut_at is not None:
+                readers = self.entry.readers(cut.number)
+                found.setdefault(cut.cut_at, []).extend(readers)
+        return found
+
+    def _made(self, result: int, *, is_in_place: bool = False) -> _Made | None:
+        """Return how a result is made and read, None if it cannot be a piece.
+
+        Args:
+            result: Which one.
+            is_in_place: Whether its call must take the memory of its last operand; if
+                not, it must not.
+        """
         entry = self.entry
         source = entry.source(entry.root.operands[result])
         is_element = source.opcode == "get-tuple-element"
         number = source.operands[0] if is_element else source.number
         call, place = self.calls.get(number), source.place if is_element else 0
-        if call is None or call.is_in_place or type_of(call.results[place]) != _FLOAT:
+        if call is None or call.is_in_place != is_in_place:
+            return None
+        if type_of(call.results[place]) != _FLOAT:
             return None
         if is_element and [one.place for one in entry.users(number)].count(place) > 1:
             return None
@@ -251,35 +344,62 @@ class _Writer:
         self._elements: dict[tuple[int, int], int] = {}
         self._current: dict[int, int] = {}
         self._shapes = {
-            _written_to(place): shape_message(CallShape("float32", (size,)))
+            _written_to(place): _flat_shape(size)
             for place, size in enumerate(places.sizes)
             if size
         }
+        for whole in places.updated:
+            self._current[whole] = whole
+            (size,) = sizes_of(self._entry.by_number[whole].shape)
+            self._shapes[whole] = _flat_shape(size)
 
     def module(self) -> bytes:
         """Return the module."""
         entry = self._entry
-        shapes = [*entry.parameters, *self._shapes.values()]
-        count = len(entry.parameters)
-        places = {whole: count + i for i, whole in enumerate(self._shapes)}
-        for whole, place in places.items():
+        new = [whole for whole in self._shapes if whole < 0]
+        shapes = [*entry.parameters, *map(self._shapes.__getitem__, new)]
+        for place, whole in enumerate(new, len(entry.parameters)):
             self._current[whole] = self._new_number()
             self._add_parameter(self._current[whole], shapes, place)
-        for one in entry.instructions:
+        for one in self._places.ordered():
             if one.opcode == "parameter":
                 self._add_parameter(one.number, shapes, one.place)
-            elif one is not entry.root and one.number not in self._places.dropped:
+            elif one.number not in self._places.dropped:
                 self._add(one)
-        pieces = {result for own in self._places.pieces for result in own}
+        for result, piece in self._places.copied.items():
+            self._copy(result, piece)
         results = [(self._current[w], shape) for w, shape in self._shapes.items()]
         results += [
             (number, shape)
             for i, (number, shape) in enumerate(
                 zip(entry.root.operands, entry.result_shapes(), strict=True)
             )
-            if i not in pieces
+            if i not in self._places.gone
         ]
         return entry.module(self._found, shapes[::-1], results, self._renamed)
+
+    def _copy(self, result: int, piece: _Piece) -> None:
+        """Copy a result of the module to where a piece lies."""
+        whole, number = piece.whole, self._new_number()
+        shape = self._shapes[whole]
+        places = [self._places.handlers.copying, *_placed([None], {}, 0)]
+        places += _placed([piece], {whole: 2}, 2)
+        self._found.append(
+            Instruction.new(
+                "custom-call",
+                number,
+                shape,
+                [self._entry.root.operands[result], self._current[whole]],
+                (_TARGET, self._places.handlers.placed.encode()),
+                (_CONFIG, _with_places("", places).encode()),
+                (_IS_LAID_OUT, 1),
+                (_LAYOUTS, self._entry.result_shapes()[result]),
+                (_LAYOUTS, shape),
+                (_ALIASES, aliasing_message([], 1)),
+                (_API, _TYPED_FFI),
+            )
+        )
+        self._current[whole] = number
 
     def _new_number(self) -> int:
         self._next += 1
@@ -331,7 +451,7 @@ class _Writer:
         aliased = [
             (len(left) + i, len(read) - len(written) + i) for i in range(len(written))
         ]
-        if call.is_in_place:
+        if call.is_in_place and left:
             aliased.append((0, len(plain) - 1))
         number = one.number if not written else self._new_number()
         self._found.append(
@@ -391,8 +511,12 @@ class _Writer:
 
 
 def _written_to(place: int) -> int:
-    """Return the number of a flat value that is written to; no instruction has it."""
+    """Return the number of a new flat value; no instruction has it."""
     return -1 - place
+
+
+def _flat_shape(size: int) -> bytes:
+    return shape_message(CallShape("float32", (size,)))
 
 
 def _placed(
