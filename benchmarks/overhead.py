@@ -10,15 +10,15 @@
 One layer of width 32 a rank, so that there is next to no work; 1F1B with 16
 microbatches. With --blocks, as many transformer blocks of that width a rank, of 12
 parameters each: 4 have as many parameters and dispatches as a rank of the small model
-in `step_time.py`. All their values are small, so those that a stage saves pass as one;
-with --width 144 --length 32 most are larger than 64 KiB and pass one by one, as in that
-model. All ranks share this machine's cores, so processor time is measured, not time: of
-the main thread (which dispatches) and of the whole process, per action. It should not
-grow with the number of ranks or of microbatches. With --calls, the main thread's time
-of each rank is told apart: in torch_xla's call that runs a program, in its wait until
-the one before is launched, in its uploads, in dropping the values whose memory programs
-have taken, and in all else. The clock adds to each. Medians of steps, as JSON with
-their quartiles.
+in `step_time.py`. All their values are small, so what a stage saves passes as one; with
+--width 144 --length 32 most are larger than 64 KiB, as in that model, and some are
+written into larger ones. All ranks share this machine's cores, so processor time is
+measured, not time: of the main thread (which dispatches) and of the whole process, per
+action. It should not grow with the number of ranks or of microbatches. With --calls,
+the main thread's time of each rank is told apart: in torch_xla's call that runs a
+program, in its wait until the one before is launched, in its uploads, in dropping the
+values whose memory programs have taken, and in all else. The clock adds to each.
+Medians of steps, as JSON with their quartiles.
 
 Then the simulator lets stages of `--work-ms` for a forward and twice that for a
 backward run on up to 1,024 ranks under 1F1B with a microbatch for each rank, 128 at
