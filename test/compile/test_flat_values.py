@@ -192,24 +192,25 @@ class Parts(nn.Module):
         return result
 
 
-def in_flat_sums(rows: int) -> list[str]:
-    """Return the sums that are one for a batch of so many tokens."""
+def in_flat_sums(most_bytes: int) -> list[str]:
+    """Return the sums that are one if they may take so many bytes together."""
     xla_compat.enable_spmd()
-    tokens = torch.zeros(rows, dtype=torch.int64)
+    tokens = torch.zeros(20, dtype=torch.int64)
     mesh, rules = xs.Mesh(np.arange(1), (1,), ("data",)), library_rules()
-    compiled = Compiled(Parts(), [tokens], mesh, rules=rules, is_recycling=True)
+    with mock.patch.object(stage_programs, "_MOST_FLAT_BYTES", most_bytes):
+        compiled = Compiled(Parts(), [tokens], mesh, rules=rules, is_recycling=True)
     bundles = compiled.programs.summed.bundles
     assert len(bundles) < 3
     return [name for bundle in bundles[1:] for name in bundle.shapes]
 
 
 @pytest.mark.worlds
-def test_sums_are_one_if_copies_cost_less_and_fit_where_saved_values_were(
-    worlds: Worlds,
-) -> None:
+def test_sums_of_few_bytes_are_one(worlds: Worlds) -> None:
     names = [f"sum:param:{name}.weight" for name in ("first", "second", "down")]
-    assert worlds.run(in_flat_sums, ranks=1, args=(400,)) == [names]
-    assert worlds.run(in_flat_sums, ranks=1, args=(20,)) == [[]]
+    sizes = [160 * 160 * 4, 160 * 161 * 4, 1616 * 16 * 4]
+    for count, most_bytes in ((3, sum(sizes)), (2, sum(sizes) - 1), (0, sizes[0])):
+        found = worlds.run(in_flat_sums, ranks=1, args=(most_bytes,))
+        assert found == [names[:count]]
 
 
 @pytest.mark.worlds

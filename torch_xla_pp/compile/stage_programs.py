@@ -5,8 +5,8 @@ parameters, buffers, constants and gradient sums. `live` values belong to one mi
 and die with its backward.
 """
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -26,12 +26,7 @@ from torch_xla_pp.compile.names import (
     is_route,
     storage_of,
 )
-from torch_xla_pp.compile.partition import (
-    Function,
-    Remat,
-    StageFunctions,
-    partition_joint,
-)
+from torch_xla_pp.compile.partition import Function, Remat, partition_joint
 from torch_xla_pp.compile.product_rules import LibraryProducts, is_product
 from torch_xla_pp.compile.program import BoundValues, Constants, Program
 from torch_xla_pp.compile.sizes import Size, device_bytes
@@ -43,7 +38,8 @@ from torch_xla_pp.compile.stage_specs import (
 )
 
 Values = dict[str, Tensor]
-_MOST_COPIED_BYTES = 1 << 20
+# Of sums of gradients as one value: of each, and together.
+_MOST_COPIED_BYTES, _MOST_FLAT_BYTES = 1 << 20, 4 << 20
 
 
 class Forwarded(NamedTuple):
@@ -226,7 +222,7 @@ class StagePrograms:
             used,
             is_recycling,
             small,
-            _flat_sums(joint, functions, rules) if is_recycling else (),
+            _flat_sums(joint, rules) if is_recycling else (),
         )
         self._specs = specs
         self.summed = self.summed._replace(bundles=tuple(specs.sums.values()))
@@ -488,24 +484,30 @@ def _small_sums(joint: JointGraph) -> tuple[Bundle, ...]:
     return bundles_of("sums", looks, looks)
 
 
-def _flat_sums(
-    joint: JointGraph, functions: StageFunctions, rules: Sequence[LoweringRule]
-) -> tuple[Bundle, ...]:
+def _flat_sums(joint: JointGraph, rules: Sequence[LoweringRule]) -> tuple[Bundle, ...]:
     """Return the bundle of sums to which calls add products, by role.
 
     At the end of a step each of them is copied to be a value of its own, and held twice
-    meanwhile. So they are one only if a copy costs less than to pass them, and if they
-    take no more than the values that a forward saves, of which none are left then.
+    meanwhile. So they are those of which most take few bytes.
     """
-    shapes = {
-        role: tuple(grad.meta["val"].shape)
+    sizes = {
+        role: grad.meta["val"].numel() * torch.float32.itemsize
         for role, grad in joint.parameter_grads.items()
         if is_product(grad) and _may_be_copied(grad.meta["val"])
     }
-    num_bytes = sum(map(math.prod, shapes.values())) * torch.float32.itemsize
+    fewest = sorted(sizes, key=sizes.__getitem__)
+    totals = accumulate(map(sizes.__getitem__, fewest))
+    chosen = {
+        role
+        for role, total in zip(fewest, totals, strict=True)
+        if total <= _MOST_FLAT_BYTES
+    }
     is_called = any(isinstance(rule, LibraryProducts) for rule in rules)
-    is_there = len(shapes) > 1 and num_bytes <= _bytes_of(functions.forward)
-    return (Bundle(flat_name("sums"), shapes),) if is_called and is_there else ()
+    if len(chosen) < 2 or not is_called:
+        return ()
+    grads = joint.parameter_grads
+    shapes = {r: tuple(grads[r].meta["val"].shape) for r in grads if r in chosen}
+    return (Bundle(flat_name("sums"), shapes),)
 
 
 def _may_be_copied(value: Tensor) -> bool:

@@ -52,8 +52,9 @@ class GradientSums:
     def num_bytes(self) -> int:
         """Return the bytes of gradients on one device.
 
-        They include the sums of the last step, and gradients that parameters had
-        before, which are kept until the step is done.
+        They include the sums of the last step, those that passed as one, which are held
+        beside them when they are taken apart, and gradients that parameters had before,
+        which are kept until the step is done.
         """
         return self._given_bytes + self._sum_bytes
 
@@ -111,9 +112,10 @@ class GradientSums:
     def reduce(self, programs: StagePrograms) -> None:
         """Take bundles apart, add up sums per group of rows; at the end of a step."""
         own = self._of(programs)
-        if self._sums:
-            self._sums = own.apart(self._sums)
-        self._sum_bytes = own.sizes.of(self._sums)
+        before = self._sums
+        if before:
+            self._sums = own.apart(before)
+        self._sum_bytes = own.sizes.of({**before, **self._sums})
         if own.summed.groups and self._sums:
             reduced = own.reduce(self._sums, self._state.grads())
             self._donated.add([self._sums[name] for name in reduced])
