@@ -4,9 +4,10 @@
     python benchmarks/planner_bytes.py --models gpt --schedules 1f1b zbv --json
     python benchmarks/planner_bytes.py --models gpt --schedules 1f1b zb1p --cuts 1 2 3 4
 
-Plans are for devices whose forwards and backwards are programs of their own, and so the
-stages have them; with --joined the last one has them in one where it can, as stages on
-one CPU device usually do.
+Plans are for devices whose forwards and backwards are programs of their own, and whose
+sums of gradients are values of their own, and so the stages have them; with --joined
+the last one has programs in one where it can, and sums are one as far as they may, as
+stages on one CPU device usually do.
 
 "mmt" has two branches and a join. With --cuts, two stages of the GPT are given, cut
 inside of its second block, after so many of its works, which are as small as can be:
@@ -141,10 +142,15 @@ def measure_all(
 ) -> list[list[dict[str, Any]]]:
     """Return the predicted and the measured bytes of this rank in each cell."""
     from torch_xla_pp import cpu
+    from torch_xla_pp.compile import stage_programs
 
     dist.init_process_group("xla_pp")
-    apart = mock.patch.object(cpu, "most_joined_bytes", lambda: 0)
-    with contextlib.nullcontext() if is_joined else apart:
+    with contextlib.ExitStack() as apart:
+        if not is_joined:
+            apart.enter_context(mock.patch.object(cpu, "most_joined_bytes", lambda: 0))
+            apart.enter_context(
+                mock.patch.object(stage_programs, "_MOST_FLAT_BYTES", 0)
+            )
         return [measure(cell) for cell in cells]
 
 
