@@ -224,8 +224,11 @@ def _in_flight() -> _InFlight:
 def flush() -> None:
     """Wait until every local device has run every program that was enqueued.
 
-    `wait_device` may return while other devices than the first still run.
+    `wait_device` may return while other devices than the first still run. Before SPMD
+    is switched on, which creates the client, nothing was.
     """
+    if not is_spmd():
+        return
     if num_local_devices() == 1:
         wait_device()
         return
