@@ -490,31 +490,28 @@ def _flat_sums(joint: JointGraph, rules: Sequence[LoweringRule]) -> tuple[Bundle
     At the end of a step each of them is copied to be a value of its own, and held twice
     meanwhile. So they are those of which most take few bytes.
     """
-    sizes = {
-        role: grad.meta["val"].numel() * torch.float32.itemsize
+    if not any(isinstance(rule, LibraryProducts) for rule in rules):
+        return ()
+    looks = {
+        role: grad.meta["val"]
         for role, grad in joint.parameter_grads.items()
         if is_product(grad) and _may_be_copied(grad.meta["val"])
     }
-    fewest = sorted(sizes, key=sizes.__getitem__)
-    totals = accumulate(map(sizes.__getitem__, fewest))
+    fewest = sorted(looks, key=lambda role: looks[role].nbytes)
+    totals = accumulate(looks[role].nbytes for role in fewest)
     chosen = {
         role
         for role, total in zip(fewest, totals, strict=True)
         if total <= _MOST_FLAT_BYTES
     }
-    is_called = any(isinstance(rule, LibraryProducts) for rule in rules)
-    if len(chosen) < 2 or not is_called:
-        return ()
-    grads = joint.parameter_grads
-    shapes = {r: tuple(grads[r].meta["val"].shape) for r in grads if r in chosen}
-    return (Bundle(flat_name("sums"), shapes),)
+    shapes = {r: tuple(look.shape) for r, look in looks.items() if r in chosen}
+    return (Bundle(flat_name("sums"), shapes),) if len(shapes) > 1 else ()
 
 
 def _may_be_copied(value: Tensor) -> bool:
     """Return whether a sum is not small, nor large, and fills lines of a cache."""
     is_float = value.dtype == torch.float32 and value.numel() % 16 == 0
-    size = value.numel() * value.dtype.itemsize
-    return is_float and MOST_SMALL_BYTES < size <= _MOST_COPIED_BYTES
+    return is_float and MOST_SMALL_BYTES < value.nbytes <= _MOST_COPIED_BYTES
 
 
 def _bytes_of(function: Function) -> int:

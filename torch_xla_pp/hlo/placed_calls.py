@@ -384,22 +384,55 @@ class _Writer:
         shape = self._shapes[whole]
         places = [self._places.handlers.copying, *_placed([None], {}, 0)]
         places += _placed([piece], {whole: 2}, 2)
+        self._add_placed(
+            number,
+            [shape],
+            [self._entry.root.operands[result], self._current[whole]],
+            [self._entry.result_shapes()[result], shape],
+            _with_places("", places),
+            [(0, 1)],
+        )
+        self._current[whole] = number
+
+    def _add_placed(
+        self,
+        number: int,
+        made: Sequence[bytes],
+        read: Sequence[int],
+        read_shapes: Iterable[bytes],
+        config: str,
+        aliased: Iterable[tuple[int, int]],
+        origins: Iterable[bytes] = (),
+    ) -> None:
+        """Add a call of the handler that calls another op on pieces.
+
+        Args:
+            number: The call's own.
+            made: A `ShapeProto` of each result.
+            read: Numbers of the operands.
+            read_shapes: A `ShapeProto` of each.
+            config: The attributes.
+            aliased: Results and the operands whose memory they take.
+            origins: What the call comes from, each an `OpMetadata`.
+        """
         self._found.append(
             Instruction.new(
                 "custom-call",
                 number,
-                shape,
-                [self._entry.root.operands[result], self._current[whole]],
+                tuple_message(made),
+                read,
                 (_TARGET, self._places.handlers.placed.encode()),
-                (_CONFIG, _with_places("", places).encode()),
+                (_CONFIG, config.encode()),
                 (_IS_LAID_OUT, 1),
-                (_LAYOUTS, self._entry.result_shapes()[result]),
-                (_LAYOUTS, shape),
-                (_ALIASES, aliasing_message([], 1)),
+                *((_LAYOUTS, shape) for shape in read_shapes),
+                *((_METADATA, origin) for origin in origins),
+                *(
+                    (_ALIASES, aliasing_message([result] * (len(made) > 1), operand))
+                    for result, operand in aliased
+                ),
                 (_API, _TYPED_FFI),
             )
         )
-        self._current[whole] = number
 
     def _new_number(self) -> int:
         self._next += 1
@@ -454,24 +487,8 @@ class _Writer:
         if call.is_in_place and left:
             aliased.append((0, len(plain) - 1))
         number = one.number if not written else self._new_number()
-        self._found.append(
-            Instruction.new(
-                "custom-call",
-                number,
-                tuple_message(made),
-                read,
-                (_TARGET, self._places.handlers.placed.encode()),
-                (_CONFIG, _with_places(call.config, places).encode()),
-                (_IS_LAID_OUT, 1),
-                *((_LAYOUTS, shape) for shape in read_shapes),
-                *((_METADATA, origin) for origin in one.messages(_METADATA)),
-                *(
-                    (_ALIASES, aliasing_message([result] * (len(made) > 1), operand))
-                    for result, operand in aliased
-                ),
-                (_API, _TYPED_FFI),
-            )
-        )
+        config, origins = _with_places(call.config, places), one.messages(_METADATA)
+        self._add_placed(number, made, read, read_shapes, config, aliased, origins)
         if written:
             self._take_apart(one, call, number, made, [*left, *written])
 
