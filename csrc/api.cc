@@ -118,22 +118,34 @@ void xpp_expect(int64_t id, int32_t source, int32_t direction, int32_t stage,
   }
 }
 
-void xpp_report(int64_t id, uint64_t generation, const char* report) {
-  if (const auto engine = FindEngine(id)) engine->Report(generation, report);
+void xpp_report(int64_t id, uint64_t generation, const char* report,
+                uint64_t num_ended) {
+  if (const auto engine = FindEngine(id)) {
+    engine->Report(generation, report, num_ended);
+  }
+}
+
+void xpp_end_step(int64_t id, uint64_t generation, uint64_t num_ended,
+                  uint64_t num_sent) {
+  if (const auto engine = FindEngine(id)) {
+    engine->inbox().EndStep(generation, num_ended, num_sent);
+  }
 }
 
 void xpp_advance(int64_t id, uint64_t generation) {
   if (const auto engine = FindEngine(id)) engine->inbox().Advance(generation);
 }
 
-// Returns the kind of failure of a generation, 0 for none, and its text.
+// Returns the kind of failure of a generation, 0 for none, its text, and how many steps
+// the rank had ended that failed.
 int32_t xpp_failure(int64_t id, uint64_t generation, char* out, int64_t capacity,
-                    int64_t* size) {
+                    int64_t* size, uint64_t* num_ended) {
   const auto engine = FindEngine(id);
   if (!engine) return 0;
   const auto failure = engine->inbox().failure(generation);
   if (!failure) return 0;
   *size = CopyText(failure->text, out, capacity);
+  *num_ended = failure->num_ended;
   return static_cast<int32_t>(failure->kind);
 }
 

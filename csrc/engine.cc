@@ -20,7 +20,7 @@ struct Header {
   MessageKind kind = MessageKind::kData;
   int32_t source = 0;
   uint64_t generation = 0;
-  uint64_t number = 0;
+  uint64_t number = 0;  // of a report: how many steps its rank had ended
   uint64_t digest = 0;
   int32_t direction = 0;
   int32_t stage = 0;
@@ -100,12 +100,12 @@ void Engine::Send(int peer, Message message) {
   }
   const Key& key = message.key;
   if (const auto reason = inbox_.lost(peer)) {
-    inbox_.Fail(key.generation, FailureKind::kError,
-                "send " + Describe(key) + ": " +
-                    GoneText(peer, *reason, RankName(config_.rank)));
+    inbox_.Fail(key.generation, {FailureKind::kError,
+                                 "send " + Describe(key) + ": " +
+                                     GoneText(peer, *reason, RankName(config_.rank))});
     return;
   }
-  if (inbox_.failure(key.generation)) return;  // nobody waits for it any more
+  if (inbox_.IsVoid(message)) return;  // nobody waits for it any more
   Header header;
   header.token = config_.token;
   header.source = config_.rank;
@@ -147,6 +147,7 @@ void Engine::PassOn(uint64_t generation, const Failure& failure) {
   header.kind = MessageKind::kReport;
   header.source = config_.rank;
   header.generation = generation;
+  header.number = failure.num_ended;
   std::lock_guard lock(mutex_);
   for (const int peer : peers_) link_->Send(peer, Encode(header, ""), Copy(report));
 }
@@ -203,8 +204,9 @@ void Engine::Arrived(std::string_view bytes, Bytes payload) {
     return;
   }
   if (header.kind == MessageKind::kReport) {
-    inbox_.Fail(header.generation, FailureKind::kReport,
-                std::string(payload.data(), payload.size()));
+    inbox_.Fail(header.generation,
+                {FailureKind::kReport, std::string(payload.data(), payload.size()),
+                 header.number});
     return;
   }
   Message message;
@@ -244,11 +246,12 @@ bool Engine::Open(const SharedPlace& place, size_t size, Message* message) {
     inbox_.Lose(source, "its process has ended");
     return false;
   }
-  inbox_.Fail(message->key.generation, FailureKind::kError,
-              "recv " + Describe(message->key) + ": " + RankName(config_.rank) +
-                  " cannot read the memory of " + RankName(source) + ": " + error +
-                  ". Run both as the same user, or set UCX_TLS=all, with which no "
-                  "memory is read.");
+  inbox_.Fail(message->key.generation,
+              {FailureKind::kError,
+               "recv " + Describe(message->key) + ": " + RankName(config_.rank) +
+                   " cannot read the memory of " + RankName(source) + ": " + error +
+                   ". Run both as the same user, or set UCX_TLS=all, with which no "
+                   "memory is read."});
   return false;
 }
 

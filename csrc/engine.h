@@ -62,9 +62,9 @@ class Engine {
   // that are connected in some way, also those whose Python waits inside XLA.
   //
   // Format of a report: rank, type of the error and context, a line each, then the
-  // text.
-  void Report(uint64_t generation, const std::string& report) {
-    inbox_.Fail(generation, FailureKind::kReport, report);
+  // text. `num_ended` is how many steps of the generation its rank had ended.
+  void Report(uint64_t generation, const std::string& report, uint64_t num_ended = 0) {
+    inbox_.Fail(generation, {FailureKind::kReport, report, num_ended});
   }
 
   // Holds messages from one device of each sender (all for -1) back, for tests and

@@ -201,8 +201,8 @@ ffi::Error Send(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets
   if (!engine) return ffi::Error::Success();  // its group was closed
   Message message;
   message.key = KeyOf(route, engine->rank());
-  engine->numbers().Assign(device, /*is_receive=*/false, static_cast<int>(route.peer),
-                           &message.key);
+  message.order = engine->numbers().Assign(device, /*is_receive=*/false,
+                                           static_cast<int>(route.peer), &message.key);
   std::vector<Shard> shards;
   for (size_t i = kFirstSent; i < args.size(); ++i) {
     const auto buffer = args.get<ffi::AnyBuffer>(i).value();

@@ -264,21 +264,57 @@ void Inbox::Open(const Edge& edge) {
   edges_.insert(edge);
 }
 
-void Inbox::Fail(uint64_t generation, FailureKind kind, const std::string& text) {
+void Inbox::Fail(uint64_t generation, const Failure& failure) {
   Tasks tasks;
   {
     std::lock_guard lock(mutex_);
-    FailLocked(generation, kind, text, tasks);
+    FailLocked(generation, failure, tasks);
   }
   for (auto& task : tasks) task();
 }
 
+void Inbox::EndStep(uint64_t generation, uint64_t num_ended, uint64_t num_sent) {
+  Tasks tasks;
+  {
+    std::lock_guard lock(mutex_);
+    if (generation != generation_) return;
+    num_ended_ = num_ended;
+    num_sent_ = num_sent;
+    const auto held = held_.find(generation);
+    if (held != held_.end() && held->second.num_ended <= num_ended) {
+      const Failure failure = held->second;
+      FailLocked(generation, failure, tasks);
+    }
+  }
+  for (auto& task : tasks) task();
+}
+
+bool Inbox::IsVoid(const Message& message) const {
+  std::lock_guard lock(mutex_);
+  const uint64_t generation = message.key.generation;
+  const bool has_ended = generation == generation_ && message.order < num_sent_;
+  return failures_.count(generation) && !has_ended;
+}
+
+uint64_t Inbox::NumEndedLocked(uint64_t generation) const {
+  return generation == generation_ ? num_ended_ : 0;
+}
+
 void Inbox::FailLocked(uint64_t generation, FailureKind kind, const std::string& text,
                        Tasks& tasks) {
+  FailLocked(generation, {kind, text, NumEndedLocked(generation)}, tasks);
+}
+
+void Inbox::FailLocked(uint64_t generation, const Failure& failure, Tasks& tasks) {
   if (generation < generation_ || failures_.count(generation)) return;
-  const Failure failure{kind, text};
-  failures_.emplace(generation, failure);
+  const bool is_later = failure.num_ended > NumEndedLocked(generation);
+  const auto held = held_.find(generation);
+  if (is_later && held != held_.end() && held->second.num_ended <= failure.num_ended) {
+    return;
+  }
+  (is_later ? held_ : failures_).insert_or_assign(generation, failure);
   tasks.push_back([=] { on_failure_(generation, failure); });
+  if (is_later) return;
   for (auto it = groups_.begin(); it != groups_.end();) {
     const auto next = std::next(it);
     if (it->first.generation == generation && it->second.num_received) {
@@ -316,9 +352,11 @@ void Inbox::Advance(uint64_t generation) {
       groups_.erase(found);
     }
     failures_.erase(failures_.begin(), failures_.lower_bound(generation));
+    held_.erase(held_.begin(), held_.lower_bound(generation));
     num_completed_.erase(num_completed_.begin(),
                          num_completed_.lower_bound(generation));
     generation_ = generation;
+    num_ended_ = num_sent_ = 0;
   }
   for (auto& task : tasks) task();
 }

@@ -39,9 +39,12 @@ namespace xla_pp {
 
 using Clock = std::chrono::steady_clock;
 
+// Why a generation has failed. A rank that has ended fewer of its steps than the rank
+// that failed holds the failure until it has ended as many.
 struct Failure {
   FailureKind kind;
   std::string text;
+  uint64_t num_ended = 0;
 };
 
 constexpr size_t kNothing = SIZE_MAX;
@@ -81,7 +84,8 @@ void Discard(Request request);
 
 class Inbox {
  public:
-  // `on_failure` is called once for each generation that fails, without the lock.
+  // `on_failure` is called when a generation fails, and when a failure of it is held,
+  // without the lock.
   using OnFailure = std::function<void(uint64_t generation, const Failure&)>;
 
   Inbox(int rank, int num_devices, std::chrono::duration<double> timeout,
@@ -98,8 +102,17 @@ class Inbox {
   // Allows messages on an edge. Others are a failure once they are a few seconds old.
   void Open(const Edge& edge);
 
-  // Ends all receives of a generation; the first failure counts.
-  void Fail(uint64_t generation, FailureKind kind, const std::string& text);
+  // Ends all receives of a generation, at once or when this rank has ended the steps
+  // that are not concerned. Of several failures that of the earliest step counts, and
+  // of these the first.
+  void Fail(uint64_t generation, const Failure& failure);
+
+  // Notes how many steps of a generation this rank has ended, and how many messages
+  // they send from each device.
+  void EndStep(uint64_t generation, uint64_t num_ended, uint64_t num_sent);
+
+  // Returns whether a message that is to be sent belongs to a step that has failed.
+  bool IsVoid(const Message& message) const;
 
   // Ends all receives from a peer that will send nothing any more.
   void Lose(int peer, const std::string& reason);
@@ -166,8 +179,11 @@ class Inbox {
   void ReceiveLocked(Request request, Tasks& tasks);
   void UpdateLocked(Groups::iterator found, Tasks& tasks);
   void AnswerLocked(const Key& key, Group& group, Tasks& tasks);
+  void FailLocked(uint64_t generation, const Failure& failure, Tasks& tasks);
+  // Likewise, in the step in which this rank is.
   void FailLocked(uint64_t generation, FailureKind kind, const std::string& text,
                   Tasks& tasks);
+  uint64_t NumEndedLocked(uint64_t generation) const;
 
   const int rank_;
   const int num_devices_;
@@ -178,9 +194,12 @@ class Inbox {
   Groups groups_;
   std::set<Edge> edges_;
   std::map<uint64_t, Failure> failures_;
+  std::map<uint64_t, Failure> held_;
   std::map<uint64_t, uint64_t> num_completed_;
   std::map<int, std::string> lost_;
   uint64_t generation_ = 0;
+  uint64_t num_ended_ = 0;  // steps of the generation, and what they send
+  uint64_t num_sent_ = 0;
   int num_filling_ = 0;
 };
 

@@ -103,6 +103,7 @@ std::string Describe(const Layout& layout);
 struct Message {
   Key key;
   int32_t device = 0;
+  uint64_t order = 0;  // among what the device sends in the generation, from 0
   Layout layout;
   Bytes bytes;
 };

@@ -15,16 +15,19 @@ namespace xla_pp {
 
 class Numbers {
  public:
-  // Sets the number of `key` for the op that a device runs now. Numbers of a generation
-  // are forgotten when the device has come to the next one.
-  void Assign(int device, bool is_receive, int peer, Key* key) {
+  // Sets the number of `key` for the op that a device runs now, and returns how many
+  // sends it has run before. Numbers of a generation are forgotten when the device has
+  // come to the next one.
+  uint64_t Assign(int device, bool is_receive, int peer, Key* key) {
     const std::lock_guard<std::mutex> lock(mutex_);
     PerDevice& own = devices_[device];
     if (key->generation > own.generation) {
       own.generation = key->generation;
       own.next.clear();
+      own.num_sent = 0;
     }
     key->number = own.next[{is_receive, peer, key->edge, key->microbatch}]++;
+    return is_receive ? own.num_sent : own.num_sent++;
   }
 
  private:
@@ -32,6 +35,7 @@ class Numbers {
 
   struct PerDevice {
     uint64_t generation = 0;
+    uint64_t num_sent = 0;
     std::map<Name, uint64_t> next;
   };
 

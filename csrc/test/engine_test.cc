@@ -164,10 +164,11 @@ Layout LayoutOf(int num_devices, uint64_t digest = 7) {
 }
 
 void Send(Node& node, int peer, Key key, int device, int num_devices, char content,
-          size_t size = 64, uint64_t digest = 7) {
+          size_t size = 64, uint64_t digest = 7, uint64_t order = 0) {
   Message message;
   message.key = key;
   message.device = device;
+  message.order = order;
   message.layout = LayoutOf(num_devices, digest);
   message.bytes = node.engine->BytesFor(peer, size);
   std::memset(message.bytes.data(), content, size);
@@ -502,6 +503,44 @@ void ATimeLimitAndTheNextGeneration() {
   EXPECT(pair.one.engine->inbox().stats().num_messages == 0);
 }
 
+// Rank 0 has ended a step, of which it still sends, and fails in the next one.
+void AFailureOfALaterStepIsHeld() {
+  Pair pair(1, seconds(60));
+  Inbox& there = pair.zero.engine->inbox();
+  Inbox& here = pair.one.engine->inbox();
+  there.EndStep(0, 1, 2);
+  pair.zero.engine->Report(0, "0\nValueError\n\nlater", 1);
+  EXPECT(there.failure(0));
+  Receiver receiver(pair.one, KeyOf(0, 0, 0), 0, 1);
+  Receiver next(pair.one, KeyOf(0, 1, 0), 0, 1);
+  Send(pair.zero, 1, KeyOf(0, 0, 0), 0, 1, 5, 64, 7, 1);
+  Send(pair.zero, 1, KeyOf(0, 1, 0), 0, 1, 6, 64, 7, 2);  // of the step that failed
+  EXPECT(receiver.IsDone(milliseconds(5000)) && receiver.content() == 5);
+  EXPECT(!next.IsDone(milliseconds(100)) && !here.failure(0));
+  here.EndStep(0, 1, 0);
+  EXPECT(next.IsDone(milliseconds(5000)) && next.content() == -1);
+  const auto failure = here.failure(0);
+  EXPECT(failure && failure->text == "0\nValueError\n\nlater");
+}
+
+void AnEarlierStepCountsBeforeALaterOne() {
+  Pair pair(1, seconds(60));
+  Inbox& here = pair.one.engine->inbox();
+  pair.one.engine->Report(0, "0\nValueError\n\nlater", 2);
+  pair.one.engine->Report(0, "0\nValueError\n\nlatest", 3);
+  pair.one.engine->Report(1, "0\nValueError\n\nof the next generation", 1);
+  EXPECT(!here.failure(0));
+  here.EndStep(0, 1, 0);
+  pair.one.engine->Report(0, "0\nValueError\n\nin this step", 1);
+  EXPECT(here.failure(0)->text.find("in this step") != std::string::npos);
+  here.Advance(1);
+  EXPECT(!here.failure(1));
+  here.EndStep(0, 2, 0);  // of a generation that is over
+  EXPECT(!here.failure(1));
+  here.EndStep(1, 1, 0);
+  EXPECT(here.failure(1)->text.find("of the next") != std::string::npos);
+}
+
 void AnotherLayoutIsRefused() {
   Pair pair(1, seconds(60));
   Send(pair.zero, 1, KeyOf(0, 0, 0), 0, 1, 5, 64, 8);
@@ -551,6 +590,8 @@ int main() {
   xla_pp::ADeathEndsEveryReceiveAlike();
   xla_pp::WhatOneDeviceGotTheOthersGetToo();
   xla_pp::ATimeLimitAndTheNextGeneration();
+  xla_pp::AFailureOfALaterStepIsHeld();
+  xla_pp::AnEarlierStepCountsBeforeALaterOne();
   xla_pp::AnotherLayoutIsRefused();
   xla_pp::FailuresAtAnyTime();
   std::puts("engine_test: all is well");

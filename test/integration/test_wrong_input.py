@@ -1,8 +1,10 @@
 """Wrong input gives one clear error on every rank, before anything hangs."""
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from integration.training import (
     mesh_of,
     run_step,
 )
+from joining import join
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import (
@@ -28,6 +31,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_xla_pp as xpp
+from torch_xla_pp.runtime.rank import RankPipeline
 from torch_xla_pp.runtime.wrong_input import check_device
 from torch_xla_pp.testing import Worlds
 
@@ -74,6 +78,69 @@ def test_a_batch_that_does_not_divide_into_microbatches(
             f"microbatches, got {rows} rows. Fill up a short one on all ranks, "
             "x, y = xpp.pad_batch"
         )
+
+
+class Ears:
+    """A listener that waits for a report."""
+
+    def __init__(self) -> None:
+        self.told = threading.Event()
+
+    def report(self, generation: int, report: str, num_ended: int) -> None:
+        self.told.set()
+
+    def end_step(self, generation: int, num_ended: int) -> None:
+        pass
+
+    def end(self, generation: int) -> None:
+        pass
+
+
+def uneven_later(transport: str) -> tuple[list[str], float]:
+    """Give rank 0 a wrong batch while rank 1 still ends the step before.
+
+    Returns:
+        The outcome of each step, and by which factor gradients are those of one step.
+    """
+    group = join(transport)
+    ears = Ears()
+    group.rendezvous.join(ears)
+    torch.manual_seed(0)
+    stages = build(JOB, Model(JOB.num_stages), mesh_of(JOB))
+    schedule = Schedule1F1B(stages[0], 4, loss_fn=loss_fn)
+    x, y = batch(JOB, 0)
+    outcomes: list[str] = []
+    end_step = RankPipeline.end_step
+
+    def end_late(rank: RankPipeline) -> None:
+        if group.rank() == 1 and len(outcomes) == 1:
+            assert ears.told.wait(60)
+        end_step(rank)
+
+    first = None
+    with mock.patch.object(RankPipeline, "end_step", end_late):
+        for rows in (8, 8, 7, 8):
+            try:
+                run_step(JOB, schedule, stages, x[:rows], y)
+            except xpp.errors.StageShapeError:
+                outcomes.append("error")
+            else:
+                outcomes.append("well")
+            grad = next(stages[0].submod.parameters()).grad
+            assert grad is not None
+            first = grad.cpu() if first is None else first
+    return outcomes, float(grad.cpu().norm() / first.norm())
+
+
+@pytest.mark.parametrize("transport", ["in_graph", "host"])
+def test_a_wrong_batch_leaves_the_step_before_it_alone(
+    worlds: Worlds, transport: str
+) -> None:
+    for outcomes, factor in worlds.run(
+        uneven_later, ranks=2, devices=1, args=(transport,), keep_workers=True
+    ):
+        assert outcomes == ["well", "well", "error", "well"]
+        assert factor == pytest.approx(3)
 
 
 def uneven_target() -> None:

@@ -186,11 +186,15 @@ class Ears:
     """A listener that notes its reports."""
 
     def __init__(self) -> None:
-        self.reports: list[tuple[int, str]] = []
+        self.reports: list[tuple[int, str, int]] = []
+        self.steps: list[tuple[int, int]] = []
         self.ended: list[int] = []
 
-    def report(self, generation: int, report: str) -> None:
-        self.reports.append((generation, report))
+    def report(self, generation: int, report: str, num_ended: int) -> None:
+        self.reports.append((generation, report, num_ended))
+
+    def end_step(self, generation: int, num_ended: int) -> None:
+        self.steps.append((generation, num_ended))
 
     def end(self, generation: int) -> None:
         self.ended.append(generation)
@@ -210,7 +214,7 @@ def test_channels_are_told_of_own_and_foreign_failures_and_the_first_counts() ->
         b.check()
     b.receive_report(0, "7\nTypeError\n\ntoo late")
     assert b.calm()
-    report = (0, "0\nValueError\nin step 3\nfirst\nand more")
+    report = (0, "0\nValueError\nin step 3\nfirst\nand more", 0)
     assert own.reports == foreign.reports == [report]
     assert own.ended == foreign.ended == [0]
 
@@ -245,6 +249,93 @@ def test_an_error_is_reported_once() -> None:
         b.check()
     time.sleep(0.1)
     assert b.calm()
+
+
+def hearing(*ranks: Rendezvous) -> list[Ears]:
+    """Join a listener to each rank."""
+    found = [Ears() for _ in ranks]
+    for rank, ears in zip(ranks, found, strict=True):
+        rank.join(ears)
+    return found
+
+
+def end_step(*groups: Rendezvous) -> None:
+    """End a step of one rank, in groups that share its activity."""
+    groups[0].activity.end_step()
+    for group in groups:
+        group.end_step()
+
+
+def test_a_report_of_a_later_step_is_held_until_this_one_has_ended() -> None:
+    a, b, c = ranks(3)
+    (told,) = hearing(b)
+    for rank in (a, b, c, a):
+        end_step(rank)
+    a.report(ValueError("in the third step"))
+    wait(lambda: told.reports == [(0, "0\nValueError\n\nin the third step", 2)])
+    b.check()
+    # What the second step still needs goes on.
+    calls = [lambda: b.read("sum", 2), lambda: c.publish("sum", 7)]
+    assert together(calls) == [7, None]
+    assert b.calm()
+    assert c.calm()
+    end_step(b)
+    assert told.steps == [(0, 1), (0, 2)]
+    with pytest.raises(ValueError, match="in the third step"):
+        b.check()
+    # Steps are counted anew, and so are the reports of the next generation.
+    for rank in (a, b):
+        end_step(rank)
+    a.report(ValueError("in the second step"))
+    with pytest.raises(ValueError, match="in the second step"):
+        b.read("anything", 2)
+
+
+def test_a_failure_of_this_step_counts_before_one_of_a_later_step() -> None:
+    a, b, c = ranks(3)
+    told = hearing(b, c)
+    end_step(a)
+    a.report(ValueError("in the second step"))
+    wait(lambda: all(ears.reports for ears in told))
+    c.report(ValueError("in the first step"))
+    with pytest.raises(ValueError, match="in the first step"):
+        b.read("anything", 2)
+    held = (0, "0\nValueError\n\nin the second step", 1)
+    assert told[0].reports == [held, (0, "2\nValueError\n\nin the first step", 0)]
+    b.check()
+
+
+def test_a_rank_that_is_lost_fails_every_step() -> None:
+    one, two = sockets_of(2)
+    a, gone = map(one_of, (one, two))
+    end_step(gone)
+    gone.announce("x", 1)
+    assert a.take("x", 1) == 1
+    end(two)
+    with pytest.raises(TransportError, match="rank 1 is gone"):
+        a.read("sum", 1)
+
+
+def test_linked_groups_hold_the_same_reports() -> None:
+    """The groups of a rank may have begun to count at different steps."""
+    pipeline, replicas = ranks(2), ranks(2)
+    for rank in pipeline:
+        end_step(rank)
+    for stages, copies in zip(pipeline, replicas, strict=True):
+        copies.share(stages.activity)
+        copies.share(stages.activity)
+    pipeline[0].link(replicas[0])
+    told = hearing(pipeline[0], replicas[0])
+    end_step(pipeline[1], replicas[1])
+    pipeline[1].report(ValueError("in the third step"))
+    wait(lambda: all(ears.reports for ears in told))
+    assert pipeline[0].calm()
+    assert replicas[0].calm()
+    assert [r.num_ended for r in (pipeline[0], replicas[0])] == [1, 0]
+    end_step(pipeline[0], replicas[0])
+    for group in (pipeline[0], replicas[0]):
+        with pytest.raises(ValueError, match="in the third step"):
+            group.check()
 
 
 def test_ranks_meet_whatever_some_have_reported() -> None:

@@ -17,11 +17,13 @@ class Failure(NamedTuple):
         text: What happened, or the report of a peer.
         is_timeout: Whether a message did not come in time.
         is_report: Whether a peer reported its own failure.
+        num_ended: How many steps of the generation the rank had ended that failed.
     """
 
     text: str
     is_timeout: bool
     is_report: bool
+    num_ended: int
 
 
 class Stats(NamedTuple):
@@ -63,7 +65,7 @@ class Engine:
         if not self.id:
             raise loader.Unavailable(f"UCX: {error.value.decode()}")
         self._text = ctypes.create_string_buffer(_MAX_TEXT_BYTES)
-        self._size = ctypes.c_int64()
+        self._size, self._num_ended = ctypes.c_int64(), ctypes.c_uint64()
 
     def address(self) -> bytes:
         """Return the address that peers connect to."""
@@ -85,9 +87,22 @@ class Engine:
         """Allow messages of one edge."""
         self._library.xpp_expect(self.id, peer, direction, stage, origin)
 
-    def report(self, generation: int, report: str) -> None:
-        """Fail a generation and report it to the peers, which forward it."""
-        self._library.xpp_report(self.id, generation, report.encode())
+    def report(self, generation: int, report: str, num_ended: int = 0) -> None:
+        """Fail a generation and report it to the peers, which forward it.
+
+        An engine that has ended fewer than `num_ended` steps holds it until it has.
+        """
+        self._library.xpp_report(self.id, generation, report.encode(), num_ended)
+
+    def end_step(self, generation: int, num_ended: int, num_sent: int) -> None:
+        """Note that a step has ended.
+
+        Args:
+            generation: The generation of the step.
+            num_ended: Steps of it that have ended.
+            num_sent: Messages that these send, from each device.
+        """
+        self._library.xpp_end_step(self.id, generation, num_ended, num_sent)
 
     def advance(self, generation: int) -> None:
         """Forget older generations."""
@@ -96,12 +111,18 @@ class Engine:
     def failure(self, generation: int) -> Failure | None:
         """Return why a generation has failed, None if it has not."""
         kind = self._library.xpp_failure(
-            self.id, generation, self._text, _MAX_TEXT_BYTES, self._size
+            self.id,
+            generation,
+            self._text,
+            _MAX_TEXT_BYTES,
+            self._size,
+            self._num_ended,
         )
         if not kind:
             return None
         text = self._text.raw[: self._size.value].decode(errors="replace")
-        return Failure(text, kind == FailureKind.TIMEOUT, kind == FailureKind.REPORT)
+        is_timeout, is_report = kind == FailureKind.TIMEOUT, kind == FailureKind.REPORT
+        return Failure(text, is_timeout, is_report, self._num_ended.value)
 
     def settle(self, generation: int, count: int, limit_s: float) -> bool:
         """Wait until `count` receives have succeeded, or for `limit_s`."""

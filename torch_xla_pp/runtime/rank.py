@@ -239,6 +239,8 @@ class RankPipeline:
             if self._ahead is not None:
                 self._ahead.end_step()
             self._activity.end_step()
+            for groups in self._groups:
+                groups.end_step()
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:

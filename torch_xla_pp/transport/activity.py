@@ -11,6 +11,7 @@ class Activity:
         stages: The stages of the rank.
         step: Number of the step, counted from 1; 0 before the first one.
         is_in_step: Whether that step has not ended.
+        num_ended: How many steps have ended.
         action: The running action, e.g. "1F3, microbatch 3"; empty outside of one. A
             failed action stays noted until the next one.
     """
@@ -18,6 +19,7 @@ class Activity:
     stages: tuple[int, ...] = ()
     step: int = 0
     is_in_step: bool = False
+    num_ended: int = 0
     action: str = ""
 
     def begin_step(self, number: int) -> None:
@@ -27,6 +29,7 @@ class Activity:
     def end_step(self) -> None:
         """Note the end of a step."""
         self.is_in_step = False
+        self.num_ended += 1
 
     def __str__(self) -> str:
         if not self.stages:

@@ -221,9 +221,13 @@ class InGraphTransport:
 
     # Called by the rendezvous.
 
-    def report(self, generation: int, report: str) -> None:
+    def report(self, generation: int, report: str, num_ended: int) -> None:
         """Report to the peers that this rank failed."""
-        self.engine.report(generation, report)
+        self.engine.report(generation, report, num_ended)
+
+    def end_step(self, generation: int, num_ended: int) -> None:
+        """Let what the step has still to send leave, whatever fails later."""
+        self.engine.end_step(generation, num_ended, self._sent.total())
 
     def end(self, generation: int) -> None:
         """Forget the messages of a generation that this rank leaves."""
@@ -321,7 +325,7 @@ class InGraphTransport:
         if failure is None:
             return
         if failure.is_report:
-            self._rendezvous.receive_report(generation, failure.text)
+            self._rendezvous.receive_report(generation, failure.text, failure.num_ended)
             self._rendezvous.check()
         kind = TransportTimeout if failure.is_timeout else TransportError
         error = kind(failure.text)

@@ -29,8 +29,9 @@ class LinkedGroups:
     ) -> None:
         self._groups = [pipeline] if replicas is None else [pipeline, replicas]
         self.key = tuple(map(id, self._groups))
+        self.activity = pipeline.rendezvous.activity
         for group in self._groups:
-            group.rendezvous.activity = self.activity = pipeline.rendezvous.activity
+            group.rendezvous.share(self.activity)
             for other in self._groups:
                 group.rendezvous.link(other.rendezvous)
 
@@ -38,6 +39,11 @@ class LinkedGroups:
         """Raise the error that another rank has reported, if there is one."""
         for group in self._groups:
             group.rendezvous.check()
+
+    def end_step(self) -> None:
+        """Let errors be raised that were held until the step has ended."""
+        for group in self._groups:
+            group.rendezvous.end_step()
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:

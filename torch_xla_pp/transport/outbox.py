@@ -9,7 +9,7 @@ Laws:
 
 * Errors on the thread are reported to all ranks, including this one, and raised by
   their next call.
-* Values of a generation that has ended are dropped, unread.
+* Values of a step that has failed are dropped, unread.
 * The thread ends before the interpreter does, when all that was put has been sent.
 """
 
@@ -40,12 +40,14 @@ class _Sending(NamedTuple):
         peer: Rank in the group.
         key: The key by which the peer receives it.
         context: The activity of this rank at that time.
+        num_ended: How many steps this rank had ended then.
     """
 
     generation: int
     peer: int
     key: Key
     context: str
+    num_ended: int
 
 
 class Outbox:
@@ -85,8 +87,10 @@ class Outbox:
         if any(xla_compat.are_pending(held)):
             xla_compat.materialize(held)
         xla_compat.wait_launched(held[0])
-        context = str(self._rendezvous.activity)
-        sending = _Sending(self._rendezvous.generation, peer, key, context)
+        activity = self._rendezvous.activity
+        sending = _Sending(
+            self._rendezvous.generation, peer, key, str(activity), activity.num_ended
+        )
         self._last = self._thread.submit(self._send, sending, held, pack)
 
     def flush(self) -> None:
@@ -101,8 +105,9 @@ class Outbox:
     # On the thread.
 
     def _send(self, sending: _Sending, values: Sequence[Tensor], pack: Pack) -> None:
-        generation, peer, key, context = sending
-        if generation != self._rendezvous.generation:
+        generation, peer, key, context, num_ended = sending
+        has_ended = num_ended < self._rendezvous.activity.num_ended
+        if generation != self._rendezvous.generation and not has_ended:
             return
         try:
             shards = [xla_compat.read_ready(value) for value in values]

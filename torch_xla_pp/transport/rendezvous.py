@@ -6,6 +6,10 @@ rank leaves a generation in the same way, by raising once: its own error or the 
 one reported. Rounds and messages of an older generation are void, so a step after a
 failed one never sees leftovers of it.
 
+A report says how many steps of its generation its rank had ended. A rank that has ended
+fewer *holds* it until it has ended as many: they have not failed, and nothing that they
+need is missing.
+
 Everything is broadcast to all ranks: along the tree of `Sockets`, in which each rank
 forwards what it receives. So no rank polls, and a rank that waits is woken by the value
 that it waits for or by the failure that prevents it. A rank whose connection ends
@@ -41,8 +45,17 @@ _SHARED_BUILTINS = ("ValueError", "TypeError", "RuntimeError")
 class Listener(Protocol):
     """A listener to failures, called from any thread; it never waits."""
 
-    def report(self, generation: int, report: str) -> None:
-        """Receive the report that ends a generation, of this rank or of a peer."""
+    def report(self, generation: int, report: str, num_ended: int) -> None:
+        """Receive a report that ends a generation, of this rank or of a peer.
+
+        Args:
+            generation: The generation.
+            report: The report, see `Rendezvous.join`.
+            num_ended: How many steps of the generation its rank had ended.
+        """
+
+    def end_step(self, generation: int, num_ended: int) -> None:
+        """Note how many steps of a generation this rank has ended."""
 
     def end(self, generation: int) -> None:
         """Forget a generation that this rank has left."""
@@ -54,6 +67,20 @@ class _Entry(NamedTuple):
     name: str
     rank: int
     generation: int | None
+
+
+class _Told(NamedTuple):
+    """A report, and how many steps of its generation its rank had ended."""
+
+    report: str
+    num_ended: int
+
+
+class _Raised(NamedTuple):
+    """A report that was raised, and after how many steps in the shared count."""
+
+    report: str
+    after: int
 
 
 class _Fate(NamedTuple):
@@ -77,7 +104,7 @@ class Rendezvous:
             None if it is the rank in the group.
 
     Attributes:
-        activity: The activity of this rank, for reports.
+        activity: The activity of this rank, for reports; see `share`.
         generation: How many failures of the job this rank has seen.
     """
 
@@ -95,10 +122,12 @@ class Rendezvous:
         self._lost: str | None = None
         self._titles: dict[int, str] = {}
         self.generation = 0
+        # How many steps this rank had ended when the generation began.
+        self._num_before = 0
         self._rounds: Counter[str] = Counter()
         self._meetings: Counter[str] = Counter()
         self._relayed: BaseException | None = None
-        self._told: dict[int, str] = {}
+        self._told: dict[int, _Told] = {}
         self._last = ""
         self._listeners: list[Listener] = []
         self._others: list[Rendezvous] = []
@@ -117,6 +146,23 @@ class Rendezvous:
         """Forward failures in this group to another group of this rank."""
         if other is not self and other not in self._others:
             self._others.append(other)
+
+    def share(self, activity: Activity) -> None:
+        """Take over the activity of this rank in another group."""
+        if activity is not self.activity:
+            self.activity, self._num_before = activity, activity.num_ended
+
+    @property
+    def num_ended(self) -> int:
+        """Return how many steps of this generation this rank has ended."""
+        return self.activity.num_ended - self._num_before
+
+    def end_step(self) -> None:
+        """Let reports that were held be raised, when the activity has ended a step."""
+        with self._changed:
+            self._changed.notify_all()
+        for listener in self._listeners:
+            listener.end_step(self.generation, self.num_ended)
 
     def name_ranks(self, titles: Mapping[int, str]) -> None:
         """Set the names of ranks in the texts of errors."""
@@ -252,29 +298,44 @@ class Rendezvous:
 
     # Failures.
 
-    def receive_report(self, generation: int, report: str) -> None:
+    def receive_report(self, generation: int, report: str, num_ended: int = 0) -> None:
         """Receive the report of a failure; any thread may call.
 
-        Of several for one generation, the first counts.
+        Of several for one generation, that of the earliest step counts, and of these
+        the first.
+
+        Args:
+            generation: The generation that has failed.
+            report: The report.
+            num_ended: How many steps of the generation its rank had ended; 0 if the
+                report is not to be held.
         """
         with self._changed:
-            if generation < self.generation or generation in self._told:
+            if generation < self.generation or self._is_told(generation, num_ended):
                 return
-            self._told[generation] = report
+            self._told[generation] = _Told(report, num_ended)
+            is_current = generation == self.generation
+            after = self._num_before + num_ended
             self._changed.notify_all()
         for listener in self._listeners:
-            listener.report(generation, report)
-        for other in self._others:
-            other.pass_on(report)
+            listener.report(generation, report, num_ended)
+        # Later generations of other groups are told when this rank raises the failure.
+        for other in self._others if is_current else ():
+            other.pass_on(report, after)
 
-    def pass_on(self, report: str) -> None:
-        """Report a failure in another group to this group."""
-        generation = self.generation
-        if report == self._last or generation in self._told:
+    def pass_on(self, report: str, after: int) -> None:
+        """Report a failure in another group to this group.
+
+        Args:
+            report: The report.
+            after: How many steps its rank had ended, as the shared activity counts.
+        """
+        generation, num_ended = self.generation, self._num_ended_of(after)
+        if report == self._last or self._is_told(generation, num_ended):
             return
         self._last = report
-        self._flood("report", generation, report)
-        self.receive_report(generation, report)
+        self._flood("report", generation, report, num_ended)
+        self.receive_report(generation, report, num_ended)
 
     def report(self, error: BaseException, context: str = "") -> None:
         """Report to all ranks that this one fails with `error`.
@@ -292,11 +353,12 @@ class Rendezvous:
             return
         context = context or str(self.activity)
         own = self._report_of(error, context)
-        report = _reported(error) or own
+        report, after = _raised(error) or (own, self.activity.num_ended)
         self._last = report
-        self._flood("report", self.generation, report)
+        told = self.generation, report, self._num_ended_of(after)
+        self._flood("report", *told)
         for listener in self._listeners:
-            listener.report(self.generation, report)
+            listener.report(*told)
         self._relayed = error
         self._advance()
         if context and report == own:
@@ -305,7 +367,8 @@ class Rendezvous:
     def fail(self, generation: int, error: Exception, context: str) -> None:
         """Report an error on a thread to all ranks, including this one.
 
-        The next call of each rank raises it, see `check`; any thread may call.
+        The next call of each rank raises it, see `check`, in whatever step it is; any
+        thread may call.
 
         Args:
             generation: The generation that has failed.
@@ -313,7 +376,7 @@ class Rendezvous:
             context: The activity of the thread.
         """
         report = self._report_of(error, context)
-        self._flood("report", generation, report)
+        self._flood("report", generation, report, 0)
         self.receive_report(generation, report)
 
     @contextmanager
@@ -327,7 +390,7 @@ class Rendezvous:
 
     def calm(self) -> bool:
         """Return whether there is no failure to be raised."""
-        return self.generation not in self._told
+        return self._due() is None
 
     def check(self) -> None:
         """Raise if any rank has reported a failure or is lost; once for each failure.
@@ -337,9 +400,11 @@ class Rendezvous:
                 TypeError, RuntimeError or one of `torch_xla_pp.errors` (or a subclass
                 of one, as that one), else PipelineError.
         """
-        report = self._told.get(self.generation)
-        if report is None:
+        due = self._due()
+        if due is None:
             return
+        report, num_ended = due
+        raised = _Raised(report, self._num_before + num_ended)
         rank, kind, context, text = report.split("\n", 3)
         self._last = report
         self._advance()
@@ -348,7 +413,7 @@ class Rendezvous:
         error = _shared_type(kind)(f"{text}{origin}{where}")
         here = str(self.activity)
         _note(error, f"Seen on rank {self._job_rank}: {here}." if here else "")
-        vars(error)[_REPORT] = report
+        vars(error)[_REPORT] = raised
         self._relayed = error
         raise error
 
@@ -455,6 +520,20 @@ class Rendezvous:
             rank for rank, fate in found if fate and now_s >= fate.since_s + _GRACE_S
         ]
 
+    def _due(self) -> _Told | None:
+        """Return the report that ends this generation now, None if there is none."""
+        told = self._told.get(self.generation)
+        return told if told is not None and told.num_ended <= self.num_ended else None
+
+    def _num_ended_of(self, after: int) -> int:
+        """Return how many steps of this generation a number of the activity's is."""
+        return max(0, after - self._num_before)
+
+    def _is_told(self, generation: int, num_ended: int) -> bool:
+        """Return whether a report of the same step or an earlier one is known."""
+        told = self._told.get(generation)
+        return told is not None and told.num_ended <= num_ended
+
     def _report_of(self, error: BaseException, context: str) -> str:
         text = str(error) or type(error).__name__
         head = self._job_rank, _shared_type_name(error), context.replace("\n", " ")
@@ -472,8 +551,9 @@ class Rendezvous:
             ended = self.generation
             self._told.pop(ended, None)
             self.generation += 1
+            self._num_before = self.activity.num_ended
             if self._lost is not None:
-                self._told[self.generation] = self._lost
+                self._told[self.generation] = _Told(self._lost, 0)
             for entry in [e for e in self._values if e.generation == ended]:
                 del self._values[entry]
             self._rounds.clear()
@@ -494,12 +574,12 @@ def _note(error: BaseException, text: str) -> None:
         error.add_note(text)
 
 
-def _reported(error: BaseException | None) -> str | None:
+def _raised(error: BaseException | None) -> _Raised | None:
     """Return the report of a peer that has led to an error, None if there is none."""
     if error is None:
         return None
-    found: str | None = vars(error).get(_REPORT)
-    return found or _reported(error.__cause__ or error.__context__)
+    found: _Raised | None = vars(error).get(_REPORT)
+    return found or _raised(error.__cause__ or error.__context__)
 
 
 def _shared_type_name(error: BaseException) -> str:

@@ -133,8 +133,11 @@ class Wire:
             raise self._gone(source, f"recv {_name(ticket.key)}")
         return parcel
 
-    def report(self, generation: int, report: str) -> None:
+    def report(self, generation: int, report: str, num_ended: int) -> None:
         """Do nothing: receives that wait check often."""
+
+    def end_step(self, generation: int, num_ended: int) -> None:
+        """Do nothing: likewise."""
 
     def end(self, generation: int) -> None:
         """Forget the messages of a generation that this rank leaves."""
