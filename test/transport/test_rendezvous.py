@@ -259,18 +259,11 @@ def hearing(*ranks: Rendezvous) -> list[Ears]:
     return found
 
 
-def end_step(*groups: Rendezvous) -> None:
-    """End a step of one rank, in groups that share its activity."""
-    groups[0].activity.end_step()
-    for group in groups:
-        group.end_step()
-
-
 def test_a_report_of_a_later_step_is_held_until_this_one_has_ended() -> None:
     a, b, c = ranks(3)
     (told,) = hearing(b)
     for rank in (a, b, c, a):
-        end_step(rank)
+        rank.end_step()
     a.report(ValueError("in the third step"))
     wait(lambda: told.reports == [(0, "0\nValueError\n\nin the third step", 2)])
     b.check()
@@ -279,13 +272,13 @@ def test_a_report_of_a_later_step_is_held_until_this_one_has_ended() -> None:
     assert together(calls) == [7, None]
     assert b.calm()
     assert c.calm()
-    end_step(b)
+    b.end_step()
     assert told.steps == [(0, 1), (0, 2)]
     with pytest.raises(ValueError, match="in the third step"):
         b.check()
     # Steps are counted anew, and so are the reports of the next generation.
     for rank in (a, b):
-        end_step(rank)
+        rank.end_step()
     a.report(ValueError("in the second step"))
     with pytest.raises(ValueError, match="in the second step"):
         b.read("anything", 2)
@@ -294,7 +287,7 @@ def test_a_report_of_a_later_step_is_held_until_this_one_has_ended() -> None:
 def test_a_failure_of_this_step_counts_before_one_of_a_later_step() -> None:
     a, b, c = ranks(3)
     told = hearing(b, c)
-    end_step(a)
+    a.end_step()
     a.report(ValueError("in the second step"))
     wait(lambda: all(ears.reports for ears in told))
     c.report(ValueError("in the first step"))
@@ -308,7 +301,7 @@ def test_a_failure_of_this_step_counts_before_one_of_a_later_step() -> None:
 def test_a_rank_that_is_lost_fails_every_step() -> None:
     one, two = sockets_of(2)
     a, gone = map(one_of, (one, two))
-    end_step(gone)
+    gone.end_step()
     gone.announce("x", 1)
     assert a.take("x", 1) == 1
     end(two)
@@ -317,25 +310,43 @@ def test_a_rank_that_is_lost_fails_every_step() -> None:
 
 
 def test_linked_groups_hold_the_same_reports() -> None:
-    """The groups of a rank may have begun to count at different steps."""
+    """Rank 0 of both has evaluated with its pipeline alone before."""
     pipeline, replicas = ranks(2), ranks(2)
     for rank in pipeline:
-        end_step(rank)
-    for stages, copies in zip(pipeline, replicas, strict=True):
-        copies.share(stages.activity)
-        copies.share(stages.activity)
+        rank.end_step()
     pipeline[0].link(replicas[0])
-    told = hearing(pipeline[0], replicas[0])
-    end_step(pipeline[1], replicas[1])
+    replicas[0].link(pipeline[0])
+    pipeline[1].end_step()
+    (told,), far = hearing(pipeline[0]), hearing(replicas[1])
     pipeline[1].report(ValueError("in the third step"))
-    wait(lambda: all(ears.reports for ears in told))
+    wait(lambda: bool(told.reports))
     assert pipeline[0].calm()
-    assert replicas[0].calm()
-    assert [r.num_ended for r in (pipeline[0], replicas[0])] == [1, 0]
-    end_step(pipeline[0], replicas[0])
-    for group in (pipeline[0], replicas[0]):
+    for rank in (pipeline[0], replicas[0]):
+        rank.end_step()
+    for rank in (pipeline[0], replicas[0]):
+        rank.tell_others()
+    # The other replica is to end its first step, too.
+    wait(lambda: [num_ended for _, _, num_ended in far[0].reports] == [1])
+    assert replicas[1].calm()
+    replicas[1].end_step()
+    for rank in (pipeline[0], *replicas):
         with pytest.raises(ValueError, match="in the third step"):
-            group.check()
+            rank.check()
+
+
+def test_a_report_reaches_other_groups_as_of_the_step_in_which_it_was() -> None:
+    """Rank 0 of both has ended a step that failed elsewhere."""
+    pipeline, replicas = ranks(2), ranks(2)
+    pipeline[0].link(replicas[0])
+    told = hearing(*replicas)
+    for rank in (pipeline[0], replicas[0]):
+        rank.end_step()
+    pipeline[1].report(ValueError("in the first step"))
+    wait(lambda: bool(told[1].reports))
+    assert [ears.reports[0][2] for ears in told] == [0, 0]
+    for rank in (pipeline[0], *replicas):
+        with pytest.raises(ValueError, match="in the first step"):
+            rank.check()
 
 
 def test_ranks_meet_whatever_some_have_reported() -> None:

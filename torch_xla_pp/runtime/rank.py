@@ -53,7 +53,12 @@ from torch_xla_pp.torch_compat import (
     rank_of,
     set_loss_function,
 )
-from torch_xla_pp.transport import LinkedGroups, StepsAhead, XlaPpProcessGroup
+from torch_xla_pp.transport import (
+    LinkedGroups,
+    StepsAhead,
+    XlaPpProcessGroup,
+    end_step,
+)
 
 
 class LocalStage(Protocol):
@@ -229,7 +234,8 @@ class RankPipeline:
         with self.reporting():
             if self._loss is not None:
                 self._loss.check_rows()
-            if any(stage.has_backward for stage in self.stages):
+            is_training = any(stage.has_backward for stage in self.stages)
+            if is_training:
                 combine([stage.model.gradients for stage in self.stages])
             self._process_group.transport.settle()
             for stage in self.stages:
@@ -239,8 +245,7 @@ class RankPipeline:
             if self._ahead is not None:
                 self._ahead.end_step()
             self._activity.end_step()
-            for groups in self._groups:
-                groups.end_step()
+            end_step(self._groups, is_training=is_training)
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from torch_xla_pp.transport.gloo_compat import forget_group_numbers
 from torch_xla_pp.transport.in_graph import InGraphTransport, receive_op, send_op
 from torch_xla_pp.transport.inbox import Ticket
-from torch_xla_pp.transport.linked_groups import LinkedGroups
+from torch_xla_pp.transport.linked_groups import LinkedGroups, end_step
 from torch_xla_pp.transport.pieces import part_sizes
 from torch_xla_pp.transport.process_group import (
     XlaPpProcessGroup,
@@ -31,6 +31,7 @@ __all__ = [
     "StepsAhead",
     "Ticket",
     "XlaPpProcessGroup",
+    "end_step",
     "forget_group_numbers",
     "from_bytes",
     "of_group",

@@ -1,7 +1,7 @@
 """The groups of ranks that a stage works with: its pipeline's, and its replicas'."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch.distributed as dist
 
@@ -20,6 +20,7 @@ class LinkedGroups:
         replicas: The ranks that run the stage in each replica, None if there is one.
 
     Attributes:
+        groups: The groups, the pipeline's first.
         key: Equal for equal groups of this process.
         activity: The activity of this rank, for the texts of errors.
     """
@@ -27,36 +28,47 @@ class LinkedGroups:
     def __init__(
         self, pipeline: XlaPpProcessGroup, replicas: XlaPpProcessGroup | None
     ) -> None:
-        self._groups = [pipeline] if replicas is None else [pipeline, replicas]
-        self.key = tuple(map(id, self._groups))
-        self.activity = pipeline.rendezvous.activity
-        for group in self._groups:
-            group.rendezvous.share(self.activity)
-            for other in self._groups:
+        self.groups = [pipeline] if replicas is None else [pipeline, replicas]
+        self.key = tuple(map(id, self.groups))
+        for group in self.groups:
+            group.rendezvous.activity = self.activity = pipeline.rendezvous.activity
+            for other in self.groups:
                 group.rendezvous.link(other.rendezvous)
 
     def check(self) -> None:
         """Raise the error that another rank has reported, if there is one."""
-        for group in self._groups:
+        for group in self.groups:
             group.rendezvous.check()
-
-    def end_step(self) -> None:
-        """Let errors be raised that were held until the step has ended."""
-        for group in self._groups:
-            group.rendezvous.end_step()
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
         """Report an error that leaves the block to the others."""
         with contextlib.ExitStack() as stack:
-            for group in self._groups:
+            for group in self.groups:
                 stack.enter_context(group.rendezvous.reporting())
             try:
                 yield
             except TransportError as error:
-                if len(self._groups) > 1:
-                    error.add_note(_ranks_of(self._groups))
+                if len(self.groups) > 1:
+                    error.add_note(_ranks_of(self.groups))
                 raise
+
+
+def end_step(linked: Iterable[LinkedGroups], *, is_training: bool) -> None:
+    """Note the end of a step in groups; errors that were held may be raised then.
+
+    Replicas need not evaluate as often as each other.
+
+    Args:
+        linked: The groups of the stages of a step.
+        is_training: Whether it has backwards.
+    """
+    groups = (g for x in linked for g in x.groups[: None if is_training else 1])
+    ended = list(dict.fromkeys(group.rendezvous for group in groups))
+    for rendezvous in ended:
+        rendezvous.end_step()
+    for rendezvous in ended:
+        rendezvous.tell_others()
 
 
 def _ranks_of(groups: Sequence[XlaPpProcessGroup]) -> str:

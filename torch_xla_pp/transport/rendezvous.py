@@ -6,9 +6,9 @@ rank leaves a generation in the same way, by raising once: its own error or the 
 one reported. Rounds and messages of an older generation are void, so a step after a
 failed one never sees leftovers of it.
 
-A report says how many steps of its generation its rank had ended. A rank that has ended
-fewer *holds* it until it has ended as many: they have not failed, and nothing that they
-need is missing.
+A report says how many steps of its generation its rank had ended with the group. A rank
+that has ended fewer *holds* it until it has ended as many: they have not failed, and
+nothing that they need is missing.
 
 Everything is broadcast to all ranks: along the tree of `Sockets`, in which each rank
 forwards what it receives. So no rank polls, and a rank that waits is woken by the value
@@ -77,10 +77,10 @@ class _Told(NamedTuple):
 
 
 class _Raised(NamedTuple):
-    """A report that was raised, and after how many steps in the shared count."""
+    """A report that was raised, and how many steps later than on the reporting rank."""
 
     report: str
-    after: int
+    num_later: int
 
 
 class _Fate(NamedTuple):
@@ -104,8 +104,9 @@ class Rendezvous:
             None if it is the rank in the group.
 
     Attributes:
-        activity: The activity of this rank, for reports; see `share`.
+        activity: The activity of this rank, for reports.
         generation: How many failures of the job this rank has seen.
+        num_ended: How many steps of this generation it has ended with the group.
     """
 
     def __init__(
@@ -122,8 +123,7 @@ class Rendezvous:
         self._lost: str | None = None
         self._titles: dict[int, str] = {}
         self.generation = 0
-        # How many steps this rank had ended when the generation began.
-        self._num_before = 0
+        self.num_ended = 0
         self._rounds: Counter[str] = Counter()
         self._meetings: Counter[str] = Counter()
         self._relayed: BaseException | None = None
@@ -146,23 +146,6 @@ class Rendezvous:
         """Forward failures in this group to another group of this rank."""
         if other is not self and other not in self._others:
             self._others.append(other)
-
-    def share(self, activity: Activity) -> None:
-        """Take over the activity of this rank in another group."""
-        if activity is not self.activity:
-            self.activity, self._num_before = activity, activity.num_ended
-
-    @property
-    def num_ended(self) -> int:
-        """Return how many steps of this generation this rank has ended."""
-        return self.activity.num_ended - self._num_before
-
-    def end_step(self) -> None:
-        """Let reports that were held be raised, when the activity has ended a step."""
-        with self._changed:
-            self._changed.notify_all()
-        for listener in self._listeners:
-            listener.end_step(self.generation, self.num_ended)
 
     def name_ranks(self, titles: Mapping[int, str]) -> None:
         """Set the names of ranks in the texts of errors."""
@@ -298,6 +281,27 @@ class Rendezvous:
 
     # Failures.
 
+    def end_step(self) -> None:
+        """Note the end of a step; what was held until then may be raised."""
+        with self._changed:
+            self.num_ended += 1
+            self._changed.notify_all()
+        for listener in self._listeners:
+            listener.end_step(self.generation, self.num_ended)
+
+    def tell_others(self) -> None:
+        """Report the failure that is to be raised, if there is one, to other groups.
+
+        After the end of a step they are told when they have noted it, too.
+        """
+        with self._changed:
+            due = self._due()
+            if due is None:
+                return
+            num_later = self.num_ended - due.num_ended
+        for other in self._others:
+            other.pass_on(due.report, num_later)
+
     def receive_report(self, generation: int, report: str, num_ended: int = 0) -> None:
         """Receive the report of a failure; any thread may call.
 
@@ -314,23 +318,20 @@ class Rendezvous:
             if generation < self.generation or self._is_told(generation, num_ended):
                 return
             self._told[generation] = _Told(report, num_ended)
-            is_current = generation == self.generation
-            after = self._num_before + num_ended
             self._changed.notify_all()
         for listener in self._listeners:
             listener.report(generation, report, num_ended)
-        # Later generations of other groups are told when this rank raises the failure.
-        for other in self._others if is_current else ():
-            other.pass_on(report, after)
+        self.tell_others()
 
-    def pass_on(self, report: str, after: int) -> None:
+    def pass_on(self, report: str, num_later: int) -> None:
         """Report a failure in another group to this group.
 
         Args:
             report: The report.
-            after: How many steps its rank had ended, as the shared activity counts.
+            num_later: How many more steps this rank has ended with the other group than
+                the rank that failed, and with this group at most.
         """
-        generation, num_ended = self.generation, self._num_ended_of(after)
+        generation, num_ended = self.generation, max(0, self.num_ended - num_later)
         if report == self._last or self._is_told(generation, num_ended):
             return
         self._last = report
@@ -353,9 +354,9 @@ class Rendezvous:
             return
         context = context or str(self.activity)
         own = self._report_of(error, context)
-        report, after = _raised(error) or (own, self.activity.num_ended)
+        report, num_later = _raised(error) or (own, 0)
         self._last = report
-        told = self.generation, report, self._num_ended_of(after)
+        told = self.generation, report, max(0, self.num_ended - num_later)
         self._flood("report", *told)
         for listener in self._listeners:
             listener.report(*told)
@@ -404,7 +405,7 @@ class Rendezvous:
         if due is None:
             return
         report, num_ended = due
-        raised = _Raised(report, self._num_before + num_ended)
+        raised = _Raised(report, self.num_ended - num_ended)
         rank, kind, context, text = report.split("\n", 3)
         self._last = report
         self._advance()
@@ -525,10 +526,6 @@ class Rendezvous:
         told = self._told.get(self.generation)
         return told if told is not None and told.num_ended <= self.num_ended else None
 
-    def _num_ended_of(self, after: int) -> int:
-        """Return how many steps of this generation a number of the activity's is."""
-        return max(0, after - self._num_before)
-
     def _is_told(self, generation: int, num_ended: int) -> bool:
         """Return whether a report of the same step or an earlier one is known."""
         told = self._told.get(generation)
@@ -551,7 +548,7 @@ class Rendezvous:
             ended = self.generation
             self._told.pop(ended, None)
             self.generation += 1
-            self._num_before = self.activity.num_ended
+            self.num_ended = 0
             if self._lost is not None:
                 self._told[self.generation] = _Told(self._lost, 0)
             for entry in [e for e in self._values if e.generation == ended]:
