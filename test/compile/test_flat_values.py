@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import (
+    MARK,
     Function,
     Program,
     ProgramSpec,
@@ -26,6 +27,7 @@ from torch_xla_pp.compile import (
 from torch_xla_pp.compile.flat_values import FlatPart, FlatValue
 from torch_xla_pp.compile.names import storage_of
 from torch_xla_pp.errors import PipelineError
+from torch_xla_pp.native import notes
 from torch_xla_pp.testing import Worlds
 from torch_xla_pp.xla_compat import ExtraBytes
 
@@ -446,6 +448,44 @@ def test_results_replace_pieces_of_a_parameter(worlds: Worlds) -> None:
     (found,) = worlds.run(pieces_replaced, ranks=1)
     # Sums of products are written where they lie.
     assert found["products"] < 64 * 64
+
+
+def noted() -> dict[str, tuple[int, int, ExtraBytes, ExtraBytes]]:
+    """Run programs that note when they have ended, and others.
+
+    Returns:
+        How many values either returns, and the memory that they take beside these.
+    """
+    xla_compat.enable_spmd()
+    module, xs_, grads = stage(True, width=144)
+    compiled = compiled_stage(module, xs_[0])
+    programs = compiled.programs
+    found, extra = [], []
+    for marks in ({}, {MARK: notes.mark("B", 0, 0)}):
+        live = {"input:0": compiled.upload(xs_[0]), **marks}
+        done = programs.forward(compiled.fixed, live, 0)
+        extra.append([programs.extra])
+        sums = compiled.sum_programs.start(compiled.fixed, {})
+        live = {**done.live, "tangent:0": compiled.upload(grads[0]), **marks}
+        grad, sums = programs.backward({**compiled.fixed, **sums}, live)
+        extra[-1].append(programs.extra)
+        apart = compiled.sum_programs.apart(sums)
+        found.append([x.cpu() for x in (done.outputs[0], grad[0], *apart.values())])
+    assert all(map(torch.equal, *found))
+    return {
+        name: (len(one.outputs), len(one._marked.outputs), *sizes)
+        for (name, one), *sizes in zip(programs.compiled.items(), *extra, strict=True)
+    }
+
+
+@pytest.mark.worlds
+def test_what_waits_for_pieces_lets_them_be_pieces(worlds: Worlds) -> None:
+    (found,) = worlds.run(noted, ranks=1)
+    assert [*found] == ["forward", "backward"]
+    for num_values, num_noted, extra, noted_extra in found.values():
+        # A token more, and no copies.
+        assert num_noted == num_values + 1
+        assert abs(noted_extra.num_bytes - extra.num_bytes) <= 1 << 10
 
 
 def dispatched() -> None:

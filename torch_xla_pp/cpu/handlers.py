@@ -131,7 +131,13 @@ def placed_calls(
 def _handlers() -> Handlers:
     ops: dict[str, int] = {op: number for number, op in enumerate(native.OPS)}
     placed = _registered("placed", ())
-    return Handlers(prefix=_OPS, ops=ops, placed=placed, copying=ops["split"])
+    return Handlers(
+        prefix=_OPS,
+        ops=ops,
+        placed=placed,
+        copying=ops["split"],
+        waiting=f"{_OPS}end",
+    )
 
 
 def _call_shape(shape: Sequence[int], dtype: torch.dtype) -> CallShape:

@@ -34,6 +34,8 @@ _START, _STRIDE = 1, 3
 _PARAMETERS, _RESULT, _PARAMETER_NAMES = 1, 2, 3
 # XLA keeps what is before the dot.
 _PLACED = b"placed.0"
+# Custom calls that return their operand where there is one device.
+_SAME = ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
 # ShapeProto, and a type of elements.
 _ELEMENT_TYPE, _SIZES, _TUPLE_SHAPES, _TUPLE = 2, 3, 4, 13
 
@@ -133,8 +135,7 @@ class Instruction:
     @property
     def is_view(self) -> bool:
         """Whether it shows its operand in another form, on one device."""
-        is_sharding = self.text(_TARGET) == "Sharding"
-        return self.opcode in ("reshape", "transpose") or is_sharding
+        return self.opcode in ("reshape", "transpose") or self.text(_TARGET) in _SAME
 
     @property
     def cut_at(self) -> int | None:

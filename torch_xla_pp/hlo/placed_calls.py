@@ -13,6 +13,9 @@ Results may also replace pieces of a parameter, whose memory the flat value then
 a call that takes the memory of such a piece for its result writes it where it lies, and
 what others make is copied there at the end.
 
+A call that notes when a program has ended reads none of its operands, but waits for
+them. It waits for a flat value where it waits for pieces of it, and comes last.
+
 Numbers of fields are those of xla/service/hlo.proto of OpenXLA.
 """
 
@@ -53,12 +56,14 @@ class Handlers(NamedTuple):
         ops: Name of each op → its number.
         placed: The name of the handler that calls another op on pieces.
         copying: The number of an op that copies its operand to its only result.
+        waiting: The name of a handler that waits for its operands, and reads none.
     """
 
     prefix: str
     ops: Mapping[str, int]
     placed: str
     copying: int
+    waiting: str
 
     def op_of(self, target: str) -> int | None:
         """Return the number of a handler's op, None if it is another handler."""
@@ -163,6 +168,8 @@ class _Places:
         results: Likewise for results.
         updated: Numbers of the parameters of which pieces are replaced.
         copied: A result of the module → where it is copied to at the end.
+        waiting: A call that waits and which of its operands → the flat value that it
+            waits for in its place.
         gone: The results of the module that are pieces.
         dropped: Numbers of instructions that nothing needs then.
     """
@@ -181,6 +188,7 @@ class _Places:
         self.results: dict[tuple[int, int], _Piece] = {}
         self.updated: list[int] = []
         self.copied: dict[int, _Piece] = {}
+        self.waiting: dict[tuple[int, int], int] = {}
         self.gone: set[int] = set()
         self.dropped: set[int] = set()
 
@@ -229,7 +237,7 @@ class _Places:
                 self.copied[result] = _Piece(whole, begin, sizes)
 
     def ordered(self) -> list[Instruction]:
-        """Return all but the last instruction, in an order in which they can run.
+        """Return all instructions but the last ones, in an order in which they can run.
 
         Calls that replace pieces run one after the other, so each comes as soon as what
         it reads is there, which would wait for the others, too.
@@ -243,8 +251,14 @@ class _Places:
             behind = max((found[n][0] for n in one.operands), default=-1)
             is_early = is_cheap or one.number in replacing
             found[one.number] = (behind if is_early else place, place)
-        del found[self.entry.root.number]
+        for number in (self.entry.root.number, *self.last):
+            del found[number]
         return [self.entry.by_number[n] for n in sorted(found, key=found.__getitem__)]
+
+    @property
+    def last(self) -> list[int]:
+        """Return the calls that wait for flat values."""
+        return list(dict.fromkeys(number for number, _ in self.waiting))
 
     def has(self, number: int) -> bool:
         """Return whether a call reads or writes pieces."""
@@ -260,8 +274,11 @@ class _Places:
         self.results[made.call, made.place] = piece
         for reader in made.readers:
             self.dropped.update(reader.views)
-            if reader.instruction is not self.entry.root:
-                self.operands[reader.instruction.number, reader.place] = piece
+            read = reader.instruction.number, reader.place
+            if self._waits(reader):
+                self.waiting[read] = piece.whole
+            elif reader.instruction is not self.entry.root:
+                self.operands[read] = piece
 
     def _takes(self, call: int, readers: Sequence[ValueReader]) -> bool:
         """Return whether a call that takes memory takes that of a piece.
@@ -318,9 +335,15 @@ class _Places:
             if reader.instruction is entry.root:
                 if reader.place != result or not reader.is_all:
                     return None
-            elif not self._reads_anywhere(reader):
+            elif not self._reads_anywhere(reader) and not self._waits(reader):
                 return None
         return _Made(number, place, sizes_of(call.results[place]), readers)
+
+    def _waits(self, reader: ValueReader) -> bool:
+        """Return whether it only waits for the value."""
+        one = reader.instruction
+        is_call = one.opcode == "custom-call" and reader.is_all
+        return is_call and one.text(_TARGET) == self.handlers.waiting
 
     def _reads_anywhere(self, reader: ValueReader) -> bool:
         """Return whether it is a call that may read a piece of another value."""
@@ -368,6 +391,10 @@ class _Writer:
                 self._add(one)
         for result, piece in self._places.copied.items():
             self._copy(result, piece)
+        for (number, place), whole in self._places.waiting.items():
+            operand = entry.by_number[number].operands[place]
+            self._renamed[operand] = self._current[whole]
+        self._found += map(entry.by_number.__getitem__, self._places.last)
         results = [(self._current[w], shape) for w, shape in self._shapes.items()]
         results += [
             (number, shape)
