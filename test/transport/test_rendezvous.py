@@ -298,17 +298,6 @@ def test_a_failure_of_this_step_counts_before_one_of_a_later_step() -> None:
     b.check()
 
 
-def test_a_rank_that_is_lost_fails_every_step() -> None:
-    one, two = sockets_of(2)
-    a, gone = map(one_of, (one, two))
-    gone.end_step()
-    gone.announce("x", 1)
-    assert a.take("x", 1) == 1
-    end(two)
-    with pytest.raises(TransportError, match="rank 1 is gone"):
-        a.read("sum", 1)
-
-
 def test_linked_groups_hold_the_same_reports() -> None:
     """Rank 0 of both has evaluated with its pipeline alone before."""
     pipeline, replicas = ranks(2), ranks(2)
@@ -362,14 +351,18 @@ def test_ranks_meet_whatever_some_have_reported() -> None:
         b.check()
 
 
-def test_nobody_waits_to_meet_a_rank_that_is_lost() -> None:
+def test_nobody_waits_for_a_rank_that_is_lost() -> None:
     one, two = sockets_of(2)
     a, gone = map(one_of, (one, two))
     gone.announce("x", 1)
     assert a.take("x", 1) == 1
+    # Not even in a step that it has ended.
+    gone.end_step()
     end(two)
     with pytest.raises(TransportError, match="rank 1 is gone"):
         a.meet("here", 20.0)
+    with pytest.raises(TransportError, match="rank 1 is gone"):
+        a.read("sum", 1)
 
 
 def test_a_linked_group_is_told_at_once_and_once() -> None:
