@@ -71,10 +71,10 @@ CALLS = {
 # Destructors of torch_xla's are called where values are dropped.
 DROP = "drop"
 # docs/performance/p2p.md, in-graph: latency of 64 bytes, bandwidth of 16 MiB.
-MESSAGES = Link(latency_s=187e-6, bytes_per_s=9705e6)
+MESSAGES = Link(latency_s=157e-6, bytes_per_s=11305e6)
 # docs/performance/liveness.md: one rank tells 31 others, which all are its children in
 # the tree of connections.
-HOP_S = 2.37e-3
+HOP_S = 1.46e-3
 CHILDREN = 32
 
 # Of the job as JaxPP scales it.
