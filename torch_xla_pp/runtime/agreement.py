@@ -60,6 +60,11 @@ class Agreement:
         dump("plan.txt", wiring.__str__)
         return cls(rendezvous, claims[0].key, wiring)
 
+    @property
+    def generation(self) -> int:
+        """Return how many failures of the job this rank has seen."""
+        return self.rendezvous.generation
+
     def plan(
         self,
         planner: StagePlanner,

@@ -47,6 +47,8 @@ class StepPlans:
         # Number of the kind → the stages in it, by index.
         self._known: dict[int, dict[int, StageKind[Links]]] = {}
         self._num_compiled: dict[int, int] = {}
+        # Number of the kind → the generation in which all ranks had their plans.
+        self._agreed: dict[int, int] = {}
 
     def begin_step(self) -> None:
         """Count a step; every rank must call it once a step."""
@@ -87,10 +89,11 @@ class StepPlans:
             kind.compiled(mode)
             found[stage.index] = kind
         check_kwargs(kwargs, [kind.plan for kind in found.values()])
-        number = self._numbers.current()
-        if number not in self._known:
+        number, generation = self._numbers.current(), self._agreement.generation
+        # A failure may have come when some ranks had agreed and others had not.
+        if self._agreed.get(number) != generation:
             self._agree_on_tilings(found)
-            self._known[number] = found
+            self._known[number], self._agreed[number] = found, generation
         for stage in self._stages:
             self._warn_of_many(stage.index)
         return found
