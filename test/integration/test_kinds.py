@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.pipelining import (
 from torch.nn import functional as F
 
 import torch_xla_pp as xpp
+from torch_xla_pp.runtime.agreement import Agreement
 from torch_xla_pp.testing import Worlds
 
 pytestmark = pytest.mark.worlds
@@ -125,6 +127,35 @@ class Dropping(nn.Module):
         for _ in range(self.count):
             x = F.dropout(x + 1, 0.5)
         return x
+
+
+def failed_between() -> list[str]:
+    """Fail when rank 0 knows the first kind and rank 1 does not; then train."""
+    join()
+    stage, schedule = two_stages(nn.Linear(4, 4))
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    agree, outcomes = Agreement.exchange_tilings, list[str]()
+
+    def agree_and_fail(agreement: Agreement, own: Any) -> Any:
+        found = agree(agreement, own)
+        if dist.get_rank() == 1 and not outcomes:
+            raise ValueError("after the exchange")
+        return found
+
+    with mock.patch.object(Agreement, "exchange_tilings", agree_and_fail):
+        for _ in range(3):
+            try:
+                call(schedule.step, stage, x, y)
+            except ValueError:
+                outcomes.append("error")
+            else:
+                outcomes.append("well")
+    return outcomes
+
+
+def test_a_kind_that_some_ranks_know_is_agreed_on_again(worlds: Worlds) -> None:
+    found = worlds.run(failed_between, ranks=2, devices=1, timeout_s=60)
+    assert found == [["error", "well", "well"]] * 2
 
 
 def masked(split: tuple[int, ...]) -> Tensor | None:
