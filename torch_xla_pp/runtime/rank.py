@@ -5,7 +5,7 @@
     (first F)      at the first forward of a step: finds its kind; a new kind is
                    planned, compiled, and agreed on
     action         one action of a stage; its errors reach all ranks
-    end_step       averages and publishes gradients, if no rank has failed
+    end_step       averages and publishes gradients, if no rank has reported a failure
 
 Law: gradients are scaled once. The derivative of the loss is divided by the number of
 microbatches before it enters the last stage's backward.
@@ -229,7 +229,8 @@ class RankPipeline:
     def end_step(self) -> None:
         """End a step of this rank, after the last action of all its stages.
 
-        Gradients are published only once it is known that no rank has failed.
+        Gradients are published unless a rank has reported a failure in this step. A
+        failure that is reported later is raised in the next one.
         """
         with self.reporting():
             if self._loss is not None:
