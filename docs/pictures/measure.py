@@ -22,15 +22,16 @@ MICROBATCHES, ROUNDS = 8, 7
 
 
 def main() -> None:
-    """Record and draw each schedule."""
+    """Record and draw the schedules, which take turns."""
     cores = sorted(os.sched_getaffinity(0))
-    for schedule, name in PICTURES.items():
-        args = (schedule, MICROBATCHES, "small", cores, ROUNDS)
-        with Worlds() as worlds:
-            steps, _ = worlds.run(
-                prediction.recorded, ranks=NUM_RANKS, args=args, timeout_s=900
-            )
-        steps.sort(key=lambda step: step.step_s)
+    cells = [(schedule, MICROBATCHES) for schedule in PICTURES]
+    args = (cells, "small", cores, ROUNDS)
+    with Worlds() as worlds:
+        rounds, _ = worlds.run(
+            prediction.recorded, ranks=NUM_RANKS, args=args, timeout_s=900
+        )
+    for cell, name in zip(cells, PICTURES.values(), strict=True):
+        steps = sorted((found[cell] for found in rounds), key=lambda x: x.step_s)
         to_picture(steps[len(steps) // 2], FOLDER / f"measured-{name}.svg")
 
 
