@@ -45,6 +45,14 @@ def test_pictures_are_what_their_script_draws() -> None:
         assert (folder / name).read_text() == text, f"{name}. Run: make pages"
 
 
+@pytest.mark.worlds
+def test_pictures_of_recorded_steps_can_be_made_again(tmp_path: Path) -> None:
+    folder = pages.DOCS / "pictures"
+    load(folder / "measure.py").draw(tmp_path, "tiny", rounds=1)
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made == {path.name for path in folder.glob("measured-*.svg")}
+
+
 def load(script: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(script.stem, script)
     assert spec is not None and spec.loader is not None

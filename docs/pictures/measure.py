@@ -21,19 +21,25 @@ PICTURES = {"1F1B": "1f1b", "ZBVZeroBubble": "zbv"}
 MICROBATCHES, ROUNDS = 8, 7
 
 
-def main() -> None:
-    """Record and draw the schedules, which take turns."""
+def draw(folder: Path, size_name: str, rounds: int) -> None:
+    """Record the schedules, which take turns, and draw a step of each.
+
+    Args:
+        folder: Where to write the pictures.
+        size_name: Of the model.
+        rounds: How often each is recorded.
+    """
     cores = sorted(os.sched_getaffinity(0))
     cells = [(schedule, MICROBATCHES) for schedule in PICTURES]
-    args = (cells, "small", cores, ROUNDS)
+    args = (cells, size_name, cores, rounds)
     with Worlds() as worlds:
-        rounds, _ = worlds.run(
+        recorded, _ = worlds.run(
             prediction.recorded, ranks=NUM_RANKS, args=args, timeout_s=900
         )
     for cell, name in zip(cells, PICTURES.values(), strict=True):
-        steps = sorted((found[cell] for found in rounds), key=lambda x: x.step_s)
-        to_picture(steps[len(steps) // 2], FOLDER / f"measured-{name}.svg")
+        steps = sorted((found[cell] for found in recorded), key=lambda x: x.step_s)
+        to_picture(steps[len(steps) // 2], folder / f"measured-{name}.svg")
 
 
 if __name__ == "__main__":
-    main()
+    draw(FOLDER, "small", ROUNDS)
