@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from torch_xla_pp import xla_compat
 from torch_xla_pp.compile import export_joint
+from torch_xla_pp.compile.attention_calls import has_call
 from torch_xla_pp.graph import ATTENTION, ATTENTION_BACKWARD
 from torch_xla_pp.testing import Worlds
 
@@ -37,7 +38,7 @@ def targets_of(call: Call, *shapes: tuple[int, ...], dtype: Any, kernels: bool) 
         torch.zeros(shape, dtype=dtype, device=xla_compat.device(), requires_grad=True)
         for shape in shapes
     ]
-    joint = export_joint(Attending(call), args, {}, has_kernels=kernels)
+    joint = export_joint(Attending(call), args, {}, stays=has_call if kernels else None)
     return {node.target for node in joint.graph.graph.nodes}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fitting.small_model import TOPOLOGY, Recorder
-from integration.attending import RULES, attending
+from integration.attending import CONTEXT, RULES, attending
 
 import torch_xla_pp as xpp
 from torch_xla_pp.accelerators import AcceleratorCompiler, CompilerLibrary, Slice
@@ -36,11 +36,13 @@ def has_library() -> bool:
     return True
 
 
-def fit_attending(compiler: Any, dtype: torch.dtype = torch.bfloat16) -> Fit:
+def fit_attending(
+    compiler: Any, dtype: torch.dtype = torch.bfloat16, rules: xpp.AxisRules = RULES
+) -> Fit:
     with torch.device("meta"):
         model = attending(WIDTH).to(dtype)
         x = torch.zeros(4, LENGTH, WIDTH, dtype=dtype)
-    rules = RULES | xpp.AxisRules(axes={"batch": None})
+    rules |= xpp.AxisRules(axes={"batch": None})
     return xpp.fit(
         model,
         (x,),
@@ -82,6 +84,17 @@ def test_both_passes_are_compiled_with_the_kernel(tmp_path: Path) -> None:
     assert sorted(calls) == [1, 1, 2, 2]
 
 
+@pytest.mark.skipif(not has_library(), reason="libtpu is not installed")
+def test_no_scores_move_where_the_sequence_is_split(tmp_path: Path) -> None:
+    compiler = AcceleratorCompiler(Slice.parse(TOPOLOGY), cache=tmp_path)
+    found = fit_attending(compiler, rules=CONTEXT)
+    assert found.fits, str(found)
+    programs = [program for stage in found.stages for program in stage.programs]
+    moved = [one.kind for x in programs for one in x.compiled.collectives]
+    assert "all-gather" in moved
+    assert "all-to-all" not in moved
+
+
 @needs_jax
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_kernels_numbers_are_those_of_the_plain_form(is_causal: bool) -> None:
@@ -93,8 +106,11 @@ def test_the_kernels_numbers_are_those_of_the_plain_form(is_causal: bool) -> Non
     generator = torch.Generator().manual_seed(0)
     query, key, value, grad = torch.randn(4, 1, 2, 256, 64, generator=generator)
     scale = 0.3
-    plain = plain_attention(query, key, value, is_causal, scale)
-    grads = plain_attention_backward(grad, query, key, value, *plain, is_causal, scale)
+    operands = query, key, value, None
+    result, *kept = plain_attention(*operands, is_causal, scale)
+    turned = grad.transpose(1, 2)
+    grads = plain_attention_backward(turned, *operands, result, *kept, is_causal, scale)
+    plain = result.transpose(1, 2), *kept
     q, k, v, g = (jnp.asarray(x.numpy()) for x in (query, key, value, grad))
     rows = [jnp.asarray(x.numpy()) for x in plain]
     along = (rows[0] * g).sum(-1)

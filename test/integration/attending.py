@@ -1,11 +1,14 @@
 """A model of two stages with `attention`, and how its heads are sharded."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 import torch_xla_pp as xpp
 from torch_xla_pp.mesh import presets
 
+CONTEXT = presets.mix(presets.dp("data"), presets.cp("model"))
 RULES = presets.mix(presets.dp("data"), presets.tp("model")) | xpp.AxisRules(
     parameters={
         "*.[qkv].weight": ("heads", "embed"),
@@ -22,12 +25,16 @@ class SelfAttention(nn.Module):
         self.heads = heads
 
     def forward(self, x: Tensor) -> Tensor:
-        def cut(y: Tensor) -> Tensor:
+        def cut(y: Tensor, sequence: Any = None) -> Tensor:
             y = y.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
-            return xpp.shard(y, "batch", "heads", None, "head_dim")
+            return xpp.shard(y, "batch", "heads", sequence, "head_dim")
 
         mixed = xpp.attention(
-            cut(self.q(x)), cut(self.k(x)), cut(self.v(x)), is_causal=True
+            cut(self.q(x), "sequence"),
+            cut(self.k(x)),
+            cut(self.v(x)),
+            is_causal=True,
+            axes=("batch", "heads", "sequence", "head_dim"),
         )
         return x + self.out(mixed.transpose(1, 2).reshape(x.shape))
 

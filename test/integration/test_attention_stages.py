@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from integration.attending import RULES, attending
+from integration.attending import CONTEXT, RULES, attending
 from joining import join
 from torch.distributed.pipelining import ScheduleGPipe
 from torch.nn import functional as F
@@ -39,7 +39,6 @@ def standing_in(calls: list[tuple[int, ...]]) -> Iterator[None]:
     home = "torch_xla_pp.compile"
     with ExitStack() as stack:
         for name, value in (
-            (f"{home}.attention_kernel.calls_kernel", lambda: True),
             (f"{home}.rank_rules.calls_kernel", lambda: True),
             (f"{home}.attention_kernel.takes_shapes", lambda query, key: True),
             ("torch_xla_pp.xla_compat.flash_attention", kernel),
@@ -48,7 +47,9 @@ def standing_in(calls: list[tuple[int, ...]]) -> Iterator[None]:
         yield
 
 
-def verified(has_kernel: bool) -> tuple[bool, str, list[tuple[int, ...]]]:
+def verified(
+    has_kernel: bool, is_split: bool = False
+) -> tuple[bool, str, list[tuple[int, ...]]]:
     join()
     names = ("pp", "data", "model")
     mesh = xpp.init_device_mesh("xla", (2, 2, 2), mesh_dim_names=names)
@@ -56,9 +57,12 @@ def verified(has_kernel: bool) -> tuple[bool, str, list[tuple[int, ...]]]:
     with ExitStack() as stack:
         if has_kernel:
             stack.enter_context(standing_in(calls))
-        model = attending(WIDTH)
+        # No function of the package takes float64.
+        model = attending(WIDTH).to(torch.float64 if is_split else torch.float32)
         generator = torch.Generator().manual_seed(1)
-        x, y = torch.randn(2, 8, LENGTH, WIDTH, generator=generator)
+        x, y = torch.randn(2, 8, LENGTH, WIDTH, generator=generator).to(
+            next(model.parameters()).dtype
+        )
         pipe = xpp.pipeline(model, (x[:4],))
         rank = mesh.get_local_rank("pp")
         stage = pipe.build_stage(
@@ -66,7 +70,7 @@ def verified(has_kernel: bool) -> tuple[bool, str, list[tuple[int, ...]]]:
             xpp.device(),
             mesh.get_group("pp"),
             mesh=mesh["data", "model"],
-            sharding=RULES,
+            sharding=CONTEXT if is_split else RULES,
         )
         schedule = ScheduleGPipe(stage, 2, loss_fn=F.mse_loss)
         report = xpp.verify(model, schedule, x, y)
@@ -83,6 +87,13 @@ def test_two_ranks_compute_what_the_unsplit_model_does(
         # A device has half of the rows of a microbatch, and half of the heads.
         assert set(calls) == ({(2, 2, LENGTH, WIDTH // 4)} if has_kernel else set())
         assert len(calls) >= 2 * has_kernel
+
+
+def test_scores_stay_where_their_queries_are(worlds: Worlds) -> None:
+    for is_equal, report, _ in worlds.run(
+        verified, ranks=2, devices=4, args=(False, True)
+    ):
+        assert is_equal, report
 
 
 @pytest.mark.pure

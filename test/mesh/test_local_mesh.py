@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import local_meshes, partitioned_shapes
 
-from torch_xla_pp.mesh import LocalMesh, TensorSpec
+from torch_xla_pp.mesh import ROWS, LocalMesh, RankLayout, TensorSpec, on_mesh
 
 pytestmark = pytest.mark.pure
 
@@ -61,3 +61,9 @@ def test_faults_say_what_does_not_fit(
 def test_a_spec_prints_dtype_and_shape() -> None:
     spec = TensorSpec(shape=(2, 3), dtype=torch.bfloat16, partition=(None, None))
     assert str(spec) == "bfloat16[2, 3]"
+
+
+def test_axes_of_shard_may_be_axes_of_the_mesh() -> None:
+    layout = RankLayout.of(MESH, "data")
+    axes = (on_mesh(("data", "model")), None, on_mesh("model"), ROWS)
+    assert layout.constraint(axes) == (("data", "model"), None, "model", "data")

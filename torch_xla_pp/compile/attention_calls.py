@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from torch_xla_pp import cpu, env
 from torch_xla_pp.compile.view_rules import Stored, stored
 from torch_xla_pp.cpu import Scores, Strided, attend, attend_grad, is_read_in_place
 from torch_xla_pp.graph import ATTENTION, ATTENTION_BACKWARD
@@ -36,6 +37,19 @@ def run_attention(
         if joined is not None:
             notes[node] = joined
     return None
+
+
+def has_call(*args: Any) -> bool:
+    """Return whether a function of `csrc/` may compute this attention, or gradient.
+
+    Args:
+        args: Those of the operation.
+    """
+    *tensors, _, _, _ = args
+    operands = [x for x in tensors if x is not None and x.dtype != torch.bool]
+    is_there = cpu.has_attention() or cpu.has_attention_of_parts()
+    is_cpu = env.device_kind() == "CPU"
+    return is_cpu and is_there and all(map(cpu.fits_own_ops, operands))
 
 
 def _heads(

@@ -2,8 +2,8 @@
 
 The kernel is written for one device, so each device calls it for its part of batch and
 heads. It is Mosaic code, which JAX writes while the stage is traced; nothing of JAX
-runs afterwards. Where JAX is missing, or the kernel does not support the shapes, the
-rule leaves the operation as it is.
+runs afterwards. Where JAX is missing, or the kernel does not support the shapes, a
+joint graph has the plain operations.
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_xla_pp import cpu, env, xla_compat
+from torch_xla_pp import env, xla_compat
 from torch_xla_pp.graph import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -55,11 +55,6 @@ class AttentionKernel:
         if node.target is ATTENTION_BACKWARD:
             operands[0], operands[4] = (operands[i].transpose(1, 2) for i in (0, 4))
         split = self.partition(attention_axes(names))
-        query, key = operands[:2] if len(operands) == 3 else operands[1:3]
-        is_taken = query.dtype in _DTYPES and takes_shapes(query.shape, key.shape)
-        if not is_taken or any(split[2:]):
-            _logger.info("attention of %s is computed plainly", list(query.shape))
-            return None
         whole = self.sharding(split)
         rows = self.sharding(split[:3])
         shards = [
@@ -83,6 +78,27 @@ class AttentionKernel:
         if is_forward:
             results[0] = results[0].transpose(1, 2)
         return tuple(results)
+
+    def takes(self, *args: Any) -> bool:
+        """Return whether the kernel computes this attention, or gradient.
+
+        It must know the axes of all dimensions, and has no mask.
+
+        Args:
+            args: Those of the operation.
+        """
+        *tensors, _, _, names = args
+        *_, query, key, _, mask = tensors[: 4 if len(tensors) == 4 else 5]
+        is_taken = (
+            bool(names)
+            and mask is None
+            and query.dtype in _DTYPES
+            and takes_shapes(query.shape, key.shape)
+            and not any(self.partition(attention_axes(names))[2:])
+        )
+        if not is_taken:
+            _logger.info("attention of %s is computed plainly", list(query.shape))
+        return is_taken
 
 
 def takes_shapes(query: tuple[int, ...], key: tuple[int, ...]) -> bool:
@@ -120,18 +136,3 @@ def has_kernel_compiler() -> bool:
 def calls_kernel() -> bool:
     """Return whether programs that are written now are to call the kernel."""
     return env.device_kind() == "TPU" and has_kernel_compiler()
-
-
-def has_kernel(*args: Any) -> bool:
-    """Return whether a kernel of the devices computes this attention, or gradient.
-
-    Args:
-        args: Those of the operation.
-    """
-    *tensors, _, _, names = args
-    mask = tensors.pop(3 if len(tensors) == 4 else 4)
-    if calls_kernel():
-        # It must know how dimensions are split.
-        return bool(names) and mask is None
-    is_own = cpu.has_attention() or cpu.has_attention_of_parts()
-    return env.device_kind() == "CPU" and is_own and all(map(cpu.fits_own_ops, tensors))

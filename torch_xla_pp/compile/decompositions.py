@@ -15,6 +15,7 @@ Most of them are PyTorch's own decompositions.
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +25,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from torch_xla_pp import xla_compat
-from torch_xla_pp.compile.attention_kernel import has_kernel
 from torch_xla_pp.graph import (
     ATTENTION,
     ATTENTION_BACKWARD,
+    SCORES_OF,
     plain_attention,
     plain_attention_backward,
 )
@@ -446,16 +447,20 @@ IN_AUTOGRAD: Mapping[Any, Decomposition] = {
 """Operation → its replacement before gradients are taken."""
 
 
-def functions_in_graph(has_kernels: bool) -> dict[Any, Callable[..., Any]]:
+def functions_in_graph(
+    stays: Callable[..., bool] | None = None,
+) -> dict[Any, Callable[..., Any]]:
     """Return operation of the joint graph → function; those used are logged.
 
     Args:
-        has_kernels: Whether to leave what the devices' kernels compute.
+        stays: Takes the arguments of attention, or of its gradient; returns whether it
+            stays one operation. If not, its scores are marked, see
+            `compile.query_rows`. None for no marks.
     """
     found = {op: _logged(op, entry) for op, entry in DECOMPOSITIONS.items()}
-    if has_kernels:
+    if stays is not None:
         for op in (ATTENTION, ATTENTION_BACKWARD):
-            found[op] = _unless_kernel(found[op])
+            found[op] = _unless(stays, partial(found[op], pin=SCORES_OF))
     return found
 
 
@@ -478,11 +483,13 @@ def _in_autograd() -> dict[Any, Decomposition]:
     return {**composites, **IN_AUTOGRAD}
 
 
-def _unless_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    def unless_kernel(*args: Any) -> Any:
-        return NotImplemented if has_kernel(*args) else function(*args)
+def _unless(
+    stays: Callable[..., bool], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    def unless_it_stays(*args: Any) -> Any:
+        return NotImplemented if stays(*args) else function(*args)
 
-    return unless_kernel
+    return unless_it_stays
 
 
 def _logged(op: Any, entry: Decomposition) -> Callable[..., Any]:

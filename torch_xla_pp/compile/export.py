@@ -270,7 +270,7 @@ def export_joint(
     kwargs: Mapping[str, Any],
     tensors: Sequence[Tensor] = (),
     *,
-    has_kernels: bool = False,
+    stays: Callable[..., bool] | None = None,
 ) -> JointGraph:
     """Trace `module` and its backward into one joint graph.
 
@@ -280,7 +280,7 @@ def export_joint(
             count. Other values are built into the graph.
         kwargs: Example keyword arguments, likewise.
         tensors: The tensors that get the first roles, in order; others as they appear.
-        has_kernels: Whether operations stay that the devices' kernels compute.
+        stays: Whether attention stays one operation, see `functions_in_graph`.
 
     Raises:
         TypeError: The module returns what stages cannot exchange.
@@ -289,12 +289,12 @@ def export_joint(
     """
     arguments, inputs = Template.of((tuple(args), dict(kwargs)), tensors)
     wrapped = _TensorsOnly(module, arguments, frozenset(), ())
-    joint = _export(wrapped, inputs, has_kernels)
+    joint = _export(wrapped, inputs, stays)
     aliased, captured = _aliased_outputs(joint), wrapped.found
     _check_captured(captured)
     if aliased or captured:
         wrapped = _TensorsOnly(module, arguments, aliased, captured)
-        joint = _export(wrapped, [*inputs, *captured], has_kernels)
+        joint = _export(wrapped, [*inputs, *captured], stays)
     if wrapped.output_template is None:
         raise PipelineError("export: the stage's forward did not run.")
     read = _read(joint, wrapped.output_template, _first_names(module))
@@ -326,7 +326,9 @@ def _name_captured(
     joint.roles = {n: renamed.get(role, role) for n, role in joint.roles.items()}
 
 
-def _export(module: nn.Module, args: list[Tensor], has_kernels: bool) -> Any:
+def _export(
+    module: nn.Module, args: list[Tensor], stays: Callable[..., bool] | None
+) -> Any:
     # The first trace finds the tensors that the module reads from elsewhere.
     held = [*args, *module.parameters(), *module.buffers()]
     fake = detect_fake_mode(held) or FakeTensorMode(allow_non_fake_inputs=True)
@@ -346,7 +348,7 @@ def _export(module: nn.Module, args: list[Tensor], has_kernels: bool) -> Any:
     ):
         warnings.simplefilter("ignore")
         try:
-            functions = functions_in_graph(has_kernels)
+            functions = functions_in_graph(stays)
             return aot_export_joint_with_descriptors(
                 stack, module, tuple(args), decompositions=functions
             )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torch_xla_pp import xla_compat
+from torch_xla_pp.compile.attention_calls import has_call
 from torch_xla_pp.compile.export import export_joint
 from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.lowering import LoweringRule
@@ -132,7 +133,7 @@ class LossProgram:
         rules: Sequence[LoweringRule] = (),
     ) -> None:
         module = _LossModule(function, output)
-        joint = export_joint(module, inputs, {}, has_kernels=True)
+        joint = export_joint(module, inputs, {}, stays=has_call)
         if any(value.requires_grad for value in inputs):
             _check(joint)
         state: dict[str, Tensor] = {

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 
 from torch_xla_pp import cpu, env
-from torch_xla_pp.compile.attention_calls import run_attention
+from torch_xla_pp.compile.attention_calls import has_call, run_attention
 from torch_xla_pp.compile.attention_kernel import AttentionKernel, calls_kernel
 from torch_xla_pp.compile.gelu_rules import run_gelu
 from torch_xla_pp.compile.joint_graph import JointGraph
@@ -57,6 +57,15 @@ def _calls_on_parts() -> bool:
     return env.device_kind() == "CPU" and cpu.has_ops_of_parts()
 
 
+def kept_attention(world: World) -> Callable[..., bool]:
+    """Return what tells whether attention stays one operation in a joint graph.
+
+    It takes the arguments of the operation, or of its gradient.
+    """
+    kernels = _kernels(world)
+    return kernels[0].takes if kernels else has_call
+
+
 def can_call_attention(
     world: World,
     joint: JointGraph,
@@ -78,13 +87,20 @@ def can_call_attention(
     ]
     if not called:
         return True
-    mesh, partitions = _mesh_parts(world), inputs()
+    parts = parts_of(world, joint, inputs())
+    return all(part_results(node, parts) is not None for node in called)
+
+
+def parts_of(
+    world: World, joint: JointGraph, inputs: Mapping[str, Partition | None]
+) -> ValueParts:
+    """Return how the values of a joint graph are split; arguments as above."""
+    mesh = _mesh_parts(world)
     known = {
-        node: partitions.get(role, (None,) * node.meta["val"].dim())
+        node: inputs.get(role, (None,) * node.meta["val"].dim())
         for node, role in joint.roles.items()
     }
-    parts = ValueParts(mesh, mesh.follow(graph, known))
-    return all(part_results(node, parts) is not None for node in called)
+    return ValueParts(mesh, mesh.follow(joint.graph.graph, known))
 
 
 def library_rules() -> tuple[LoweringRule, ...]:
@@ -136,7 +152,7 @@ def _mesh_parts(world: World) -> MeshParts:
     )
 
 
-def _kernels(world: World) -> tuple[LoweringRule, ...]:
+def _kernels(world: World) -> tuple[AttentionKernel, ...]:
     """Return the rules by which operations call kernels of the devices."""
     if not calls_kernel():
         return ()

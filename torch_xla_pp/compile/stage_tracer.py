@@ -19,6 +19,7 @@ from torch_xla_pp import xla_compat
 from torch_xla_pp.collector import sparing_old_objects
 from torch_xla_pp.compile.export import export_joint
 from torch_xla_pp.compile.joint_graph import JointGraph
+from torch_xla_pp.compile.rank_rules import kept_attention
 from torch_xla_pp.graph import Template, sharding_outputs
 from torch_xla_pp.plan import Mode
 from torch_xla_pp.world import World
@@ -69,7 +70,7 @@ class StageTracer:
         world: World,
         in_shapes: Callable[[int], contextlib.AbstractContextManager[None]],
     ) -> None:
-        self._module = module
+        self._module, self._world = module, world
         self._activations = {} if world.rules is None else world.rules.activations
         self._in_shapes = in_shapes
         self._ahead: tuple[StageCall, JointGraph] | None = None
@@ -113,7 +114,7 @@ class StageTracer:
                 call.args,
                 call.kwargs,
                 call.tensors,
-                has_kernels=has_kernels,
+                stays=kept_attention(self._world) if has_kernels else _never,
             )
 
 
@@ -123,6 +124,10 @@ def example_like(
     """Return a tensor of which only the metadata may be used."""
     value = torch.empty(shape, dtype=dtype, device=xla_compat.device())
     return value.requires_grad_(requires_grad)
+
+
+def _never(*args: Any) -> bool:
+    return False
 
 
 def _may_need_grad(value: Tensor) -> bool:

@@ -42,6 +42,7 @@ from torch_xla_pp.graph.other_shapes import (
 )
 from torch_xla_pp.graph.patches import replaced
 from torch_xla_pp.graph.prepare import Prepared, erase_marks, normalize, prepare
+from torch_xla_pp.graph.query_rows import SCORES_OF
 from torch_xla_pp.graph.shard import (
     SHARD,
     axes_of,
@@ -85,6 +86,7 @@ __all__ = [
     "GivenStages",
     "OtherMode",
     "Prepared",
+    "SCORES_OF",
     "SHARD",
     "SharedParameter",
     "Slot",

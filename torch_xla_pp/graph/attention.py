@@ -12,7 +12,7 @@ IO-Awareness", NeurIPS 2022.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch_xla_pp.graph.shard import axes_of
 _NAME, _BACKWARD = "torch_xla_pp::attention", "torch_xla_pp::attention_backward"
 _AXES = ("batch", "heads", None, "head_dim")
 Three = tuple[Tensor, Tensor, Tensor]
+Pin = Callable[[Tensor, Tensor], Tensor]
 
 torch.library.define(
     _NAME,
@@ -38,6 +39,10 @@ torch.library.define(
 )
 
 
+def _free(scores: Tensor, query: Tensor) -> Tensor:
+    return scores
+
+
 def plain_attention(
     query: Tensor,
     key: Tensor,
@@ -46,6 +51,8 @@ def plain_attention(
     is_causal: bool,
     scale: float,
     axes: Sequence[str] = (),
+    *,
+    pin: Pin = _free,
 ) -> Three:
     """Compute attention; a row that sees no key has zeros.
 
@@ -58,12 +65,14 @@ def plain_attention(
         is_causal: Whether a query sees only the keys up to its own place.
         scale: Factor of the scores.
         axes: The logical axes of the queries' dimensions.
+        pin: Takes scores, `(batch, heads, length, length of keys)`, and the queries;
+            returns the scores, on the devices where they are to be.
 
     Returns:
         The result, `(batch, length, heads, head_dim)`, and for each row of scores the
         sum of exponentials and the maximum.
     """
-    scores = _scores(query, key, mask, is_causal, scale)
+    scores = _scores(query, key, mask, is_causal, scale, pin)
     maxima = scores.amax(-1)
     weights = _weights(scores, maxima, mask)
     sums = weights.sum(-1)
@@ -84,6 +93,8 @@ def plain_attention_backward(
     is_causal: bool,
     scale: float,
     axes: Sequence[str] = (),
+    *,
+    pin: Pin = _free,
 ) -> Three:
     """Compute the gradients of queries, keys and values.
 
@@ -99,13 +110,14 @@ def plain_attention_backward(
         is_causal: Whether a query sees only the keys up to its own place.
         scale: Factor of the scores.
         axes: The logical axes of the queries' dimensions.
+        pin: Of scores, and of the gradients of their shares.
     """
     grad, output = grad.transpose(-3, -2), output.transpose(-3, -2)
-    scores = _scores(query, key, mask, is_causal, scale)
+    scores = _scores(query, key, mask, is_causal, scale, pin)
     exact = scores.dtype
     shares = _shares(_weights(scores, maxima, mask), sums, mask)
     of_value = torch.matmul(shares.to(grad.dtype).transpose(-2, -1), grad)
-    of_shares = torch.matmul(grad, value.transpose(-2, -1)).to(exact)
+    of_shares = pin(torch.matmul(grad, value.transpose(-2, -1)).to(exact), query)
     along = (output.to(exact) * grad.to(exact)).sum(-1, keepdim=True)
     of_scores = (shares * (of_shares - along) * scale).to(query.dtype)
     return (
@@ -116,19 +128,24 @@ def plain_attention_backward(
 
 
 def _scores(
-    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    pin: Pin,
 ) -> Tensor:
     """Return the products of queries and keys, at least in float32."""
     exact = torch.promote_types(query.dtype, torch.float32)
     scores = torch.matmul(query, key.transpose(-2, -1)).to(exact) * scale
     if mask is not None:
         scores = torch.where(mask, scores, -math.inf)
-    if not is_causal:
-        return scores
-    rows, columns = (
-        torch.arange(size, device=query.device) for size in scores.shape[-2:]
-    )
-    return torch.where(rows.unsqueeze(1) >= columns, scores, -math.inf)
+    if is_causal:
+        rows, columns = (
+            torch.arange(size, device=query.device) for size in scores.shape[-2:]
+        )
+        scores = torch.where(rows.unsqueeze(1) >= columns, scores, -math.inf)
+    return pin(scores, query)
 
 
 def _weights(scores: Tensor, maxima: Tensor, mask: Tensor | None) -> Tensor:

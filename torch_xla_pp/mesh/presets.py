@@ -109,8 +109,7 @@ def cp(axis: Axis = "context") -> AxisRules:
     """Split the sequence everywhere but in keys and values.
 
     Expect: an all-gather of keys and of values in a forward, and a sum of their
-    gradients and of each weight's in a backward; compiled for TPUs, two all-to-alls of
-    scores for each attention in a backward, too. Under a causal mask later devices have
+    gradients and of each weight's in a backward. Under a causal mask later devices have
     more work: `striped_positions` is an order of the sequence that balances it.
     """
     return _rules(axis, ("sequence", "norm_sequence"))

@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch_xla_pp.mesh.axis_rules import AxisRules
+from torch_xla_pp.mesh.axis_rules import AxisRules, axis_of
 from torch_xla_pp.mesh.local_mesh import (
+    Axis,
     LocalMesh,
     LogicalAxes,
     Partition,
@@ -21,9 +22,9 @@ ROWS = _ON_MESH
 """The axis that `shard` takes for a dimension that is split as the batch is."""
 
 
-def on_mesh(axis: str) -> str:
-    """Return the axis that `shard` takes for a dimension split over a mesh axis."""
-    return _ON_MESH + axis
+def on_mesh(axis: Axis) -> str:
+    """Return the axis that `shard` takes for a dimension split over mesh axes."""
+    return "".join(_ON_MESH + name for name in axis_names(axis))
 
 
 def is_on_mesh(axes: LogicalAxes) -> bool:
@@ -133,8 +134,12 @@ class RankLayout:
         return tuple(None if name is None else mesh_axis(name) for name in axes)
 
     def _on_mesh(self, axes: LogicalAxes) -> Partition:
-        names = [None if name is None else name.removeprefix(_ON_MESH) for name in axes]
-        return tuple(self.batch_axis if name == "" else name for name in names)
+        return tuple(map(self._named, axes))
+
+    def _named(self, name: str | None) -> Axis:
+        if name is None or name == ROWS:
+            return None if name is None else self.batch_axis
+        return axis_of(name.removeprefix(_ON_MESH).split(_ON_MESH))
 
     def constraint_faults(
         self, constraints: Iterable[tuple[LogicalAxes, tuple[int, ...]]]
