@@ -7,6 +7,7 @@ This is the only file that uses the insides of AOTAutograd and `torch._guards`.
 """
 
 import contextlib
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ from torch_xla_pp.compile.decompositions import (
     functions_in_graph,
 )
 from torch_xla_pp.compile.dot_product_attention import scaled_dot_product_attention
+from torch_xla_pp.compile.equal_layers import lengthen, shorten
 from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.layer_norm import layer_norm
 from torch_xla_pp.compile.lines import place_of, running_line
@@ -148,12 +150,14 @@ class _TensorsOnly(nn.Module):
     def __init__(
         self,
         module: nn.Module,
+        graph: fx.Graph | None,
         arguments: Template,
         cloned: frozenset[int],
         captured: Sequence[Tensor],
     ) -> None:
         super().__init__()
         self.module = module
+        self._graph = graph
         self._arguments = arguments
         self._cloned = cloned
         self._captured = tuple(captured)
@@ -169,7 +173,7 @@ class _TensorsOnly(nn.Module):
             _updating_buffers(self.module),
             _Captures(captured) as captures,
         ):
-            result = _call(self.module, args, kwargs)
+            result = _call(self.module, self._graph, args, kwargs)
         traceback.current_meta.pop(_LINE, None)
         self.found = captures.found
         self.output_template, outputs = Template.of(result)
@@ -253,14 +257,28 @@ def _check_constants(output: Template) -> None:
         )
 
 
-def _call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call a module; the marks of a traced one's nodes are kept."""
+def _call(
+    module: nn.Module,
+    graph: fx.Graph | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Call a module; the marks of a traced one's nodes are kept.
+
+    Args:
+        module: The module.
+        graph: What it is to do, None for what it does.
+        args: Its arguments.
+        kwargs: Those by name.
+    """
     if not isinstance(module, fx.GraphModule):
         return module(*args, **kwargs)
-    if not any(REGION in n.meta or _LINE in n.meta for n in module.graph.nodes):
+    graph, is_own = graph or module.graph, graph is None
+    is_marked = any(REGION in n.meta or _LINE in n.meta for n in graph.nodes)
+    if is_own and not is_marked:
         return module(*args, **kwargs)
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
-    return fx.Interpreter(module).run(*bound.args)
+    return fx.Interpreter(module, graph=graph).run(*bound.args)
 
 
 @phase("joint graph")
@@ -273,6 +291,8 @@ def export_joint(
     stays: Callable[..., bool] | None = None,
 ) -> JointGraph:
     """Trace `module` and its backward into one joint graph.
+
+    Of many equal layers some are traced, see `compile.equal_layers`.
 
     Args:
         module: The stage's module, on the device that it runs on.
@@ -287,13 +307,31 @@ def export_joint(
         PipelineError: The module updates a parameter in its forward, or reads a
             tensor from outside that needs a gradient.
     """
+    trace = functools.partial(_trace, module, args, kwargs, tensors, stays)
+    shortened = shorten(module)
+    if shortened is not None:
+        joint = trace(shortened.graph)
+        if lengthen(joint, shortened):
+            return joint
+    return trace(None)
+
+
+def _trace(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    tensors: Sequence[Tensor],
+    stays: Callable[..., bool] | None,
+    graph: fx.Graph | None,
+) -> JointGraph:
+    """Trace a module, with a graph for what it does if there is one."""
     arguments, inputs = Template.of((tuple(args), dict(kwargs)), tensors)
-    wrapped = _TensorsOnly(module, arguments, frozenset(), ())
+    wrapped = _TensorsOnly(module, graph, arguments, frozenset(), ())
     joint = _export(wrapped, inputs, stays)
     aliased, captured = _aliased_outputs(joint), wrapped.found
     _check_captured(captured)
     if aliased or captured:
-        wrapped = _TensorsOnly(module, arguments, aliased, captured)
+        wrapped = _TensorsOnly(module, graph, arguments, aliased, captured)
         joint = _export(wrapped, [*inputs, *captured], stays)
     if wrapped.output_template is None:
         raise PipelineError("export: the stage's forward did not run.")

@@ -29,6 +29,7 @@ from torch_xla_pp.graph.modes import (
     has_mixed_mode,
     in_mode,
     is_set,
+    item_of,
     reads_training,
     refuse_modes,
 )
@@ -45,6 +46,7 @@ from torch_xla_pp.graph.prepare import Prepared, erase_marks, normalize, prepare
 from torch_xla_pp.graph.query_rows import SCORES_OF
 from torch_xla_pp.graph.shard import (
     SHARD,
+    OutputPin,
     axes_of,
     mapped_as,
     shard,
@@ -85,6 +87,7 @@ __all__ = [
     "Captured",
     "GivenStages",
     "OtherMode",
+    "OutputPin",
     "Prepared",
     "SCORES_OF",
     "SHARD",
@@ -118,6 +121,7 @@ __all__ = [
     "indexing_by_tensors",
     "inputs_in_shapes",
     "is_set",
+    "item_of",
     "keep_parameters",
     "mode_to_trace",
     "keeping_autograd_functions",

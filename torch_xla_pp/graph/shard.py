@@ -6,14 +6,14 @@ axes are resolved only when the stage is compiled.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torch_xla_pp.mesh import first_match
+from torch_xla_pp.mesh import LogicalAxes, first_match
 
 _NAME = "torch_xla_pp::shard"
 
@@ -126,8 +126,8 @@ def sharding_outputs(
     for name, submodule in module.named_modules():
         pattern = first_match(activations, name) if name else None
         if pattern is not None:
-            hook = _hook(name, tuple(activations[pattern]))
-            hooks.append(submodule.register_forward_hook(hook))
+            pin = OutputPin(name, tuple(activations[pattern]))
+            hooks.append(submodule.register_forward_hook(pin))
     try:
         yield
     finally:
@@ -135,19 +135,36 @@ def sharding_outputs(
             handle.remove()
 
 
-def _hook(name: str, axes: tuple[str | None, ...]) -> Callable[..., Tensor]:
-    def pin(module: nn.Module, args: Any, output: Any) -> Tensor:
-        if not isinstance(output, Tensor) or output.dim() != len(axes):
-            got = (
-                f"a tensor of shape {list(output.shape)}"
-                if isinstance(output, Tensor)
-                else type(output).__name__
-            )
-            raise ValueError(
-                f"AxisRules.activations: expected {name} to return one tensor of "
-                f"{len(axes)} dimensions, for {axes}, got {got}. Correct the pattern, "
-                "or call shard in forward."
-            )
-        return shard(output, *axes)
+class OutputPin(NamedTuple):
+    """A hook by which the result of a submodule goes through `shard`.
 
-    return pin
+    Attributes:
+        name: The submodule's name.
+        axes: The logical axes of the result.
+    """
+
+    name: str
+    axes: LogicalAxes
+
+    def fits(self, output: Any) -> bool:
+        """Return whether a result has these axes."""
+        return isinstance(output, Tensor) and output.dim() == len(self.axes)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Tensor:
+        """Shard a result.
+
+        Raises:
+            ValueError: It is something other than one tensor, or has other dimensions.
+        """
+        if self.fits(output):
+            return shard(output, *self.axes)
+        got = (
+            f"a tensor of shape {list(output.shape)}"
+            if isinstance(output, Tensor)
+            else type(output).__name__
+        )
+        raise ValueError(
+            f"AxisRules.activations: expected {self.name} to return one tensor of "
+            f"{len(self.axes)} dimensions, for {self.axes}, got {got}. Correct the "
+            "pattern, or call shard in forward."
+        )

@@ -1,0 +1,231 @@
+"""The graph of a stage's forward, without most of its equal layers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import fx, nn
+from torch.export.unflatten import InterpreterModule
+from torch.nn.modules.module import _has_any_global_hook
+
+from torch_xla_pp.compile.equal_layers.runs import (
+    Held,
+    Run,
+    copy_reading,
+    find_run,
+    held_by_layers,
+    reads_of,
+    usual_step,
+)
+from torch_xla_pp.graph import OutputPin, item_of, shard_in_graph
+
+LAST_FIRST = 1
+"""The last one of the layers that stay in the beginning; layers that are left out come
+behind it, and then those that stay in the end."""
+
+_KEPT = 5
+_FEWEST_LEFT_OUT = 2
+
+
+class Shortened(NamedTuple):
+    """A stage's forward without some layers.
+
+    Attributes:
+        graph: Its operations; parameters and buffers are read by their names in the
+            stage's module.
+        held: The parameters and buffers of all layers, by name.
+        num_left_out: How many layers are missing.
+    """
+
+    graph: fx.Graph
+    held: Mapping[str, Held]
+    num_left_out: int
+
+
+def shorten(module: nn.Module) -> Shortened | None:
+    """Leave out most of the equal layers of a traced stage.
+
+    Args:
+        module: The stage's module.
+
+    Returns:
+        None if it is not traced, or has few layers that are equal.
+    """
+    if not isinstance(module, fx.GraphModule):
+        return None
+    names = _names(module)
+    held = held_by_layers(names.values())
+    if len({x.layer for x in held.values()}) < _KEPT + _FEWEST_LEFT_OUT:
+        return None
+    flat = _Flat(module)
+    if not flat.is_whole:
+        return None
+    ops = [node for node in flat.graph.nodes if node.op == "call_function"]
+    places = {op: place for place, op in enumerate(ops)}
+    values = {
+        node: item_of(module, str(node.target))
+        for node in flat.graph.find_nodes(op="get_attr")
+    }
+    of_layers = {
+        node: held[names[id(value)]]
+        for node, value in values.items()
+        if names.get(id(value)) in held
+    }
+    first: dict[int, int] = {}
+    for place, op in enumerate(ops):
+        for node in op.all_input_nodes:
+            if node in of_layers:
+                first.setdefault(of_layers[node].layer, place)
+    near, period = usual_step([first[layer] for layer in sorted(first)])
+
+    def repeats(one: fx.Node, other: fx.Node) -> bool:
+        if one in places and other in places:
+            return places[other] - places[one] == period
+        if one not in of_layers or other not in of_layers:
+            return False
+        name, layer = of_layers[one]
+        is_next = of_layers[other] == Held(name, layer + 1)
+        return is_next and _look(values[one]) == _look(values[other])
+
+    run = find_run(ops, period, near, repeats)
+    if run is None or run.count < _KEPT + _FEWEST_LEFT_OUT:
+        return None
+    graph = _without(flat.graph, ops, run, run.count - _KEPT)
+    if graph is None:
+        return None
+    graph.set_codegen(module.graph._codegen)
+    return Shortened(graph, held, run.count - _KEPT)
+
+
+def _names(module: nn.Module) -> dict[int, str]:
+    """Return the id of each parameter and buffer that has one name → the name."""
+    found: dict[int, str] = {}
+    several = set()
+    for named in (module.named_parameters, module.named_buffers):
+        for name, value in named(remove_duplicate=False):
+            if found.setdefault(id(value), name) != name:
+                several.add(id(value))
+    return {key: name for key, name in found.items() if key not in several}
+
+
+def _look(value: Any) -> tuple[Any, ...]:
+    is_trained = isinstance(value, nn.Parameter) and value.requires_grad
+    return value.shape, value.dtype, value.stride(), is_trained
+
+
+class _Flat:
+    """The operations of a module and its parts, in one graph.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        graph: The operations; without results if these are not all that the module
+            does.
+        is_whole: Whether they are.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.graph = fx.Graph()
+        self.is_whole = not _has_any_global_hook()  # type: ignore[no-untyped-call]
+        self._read: dict[str, fx.Node] = {}
+        inputs = [
+            self.graph.node_copy(node)
+            for node in module.graph.find_nodes(op="placeholder")
+        ]
+        if self.is_whole:
+            self.graph.output(self._inline(module, "", inputs))
+
+    def _inline(self, module: nn.Module, path: str, inputs: Sequence[Any]) -> Any:
+        """Copy what a part does; return its results."""
+        given = iter(inputs)
+        copies: dict[fx.Node, Any] = {}
+        graph: Any = module.graph
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                copies[node] = next(given)
+            elif node.op == "get_attr":
+                copies[node] = self._attribute(f"{path}{node.target}", node)
+            elif node.op == "call_module":
+                copies[node] = self._called(module, path, node, copies)
+            elif node.op == "output":
+                return fx.map_arg(node.args[0], copies.__getitem__)
+            else:
+                copies[node] = self.graph.node_copy(node, copies.__getitem__)
+            if not self.is_whole:
+                return None
+        return None
+
+    def _attribute(self, target: str, node: fx.Node) -> fx.Node:
+        if target not in self._read:
+            self._read[target] = self.graph.node_copy(node)
+            self._read[target].target = target
+        return self._read[target]
+
+    def _called(
+        self,
+        module: nn.Module,
+        path: str,
+        node: fx.Node,
+        copies: Mapping[fx.Node, Any],
+    ) -> Any:
+        target = str(node.target)
+        part = item_of(module, target)
+        hooks = _hooks(part) if isinstance(part, nn.Module) else []
+        pins = [hook for hook in hooks if isinstance(hook, OutputPin)]
+        # What is interpreted takes and returns what its graph does.
+        is_other = node.kwargs or len(pins) < len(hooks)
+        if not isinstance(part, InterpreterModule) or is_other:
+            self.is_whole = False
+            return None
+        args = fx.map_arg(node.args, copies.__getitem__)
+        result = self._inline(part, f"{path}{target}.", args)
+        for pin in pins:
+            if not isinstance(result, fx.Node) or not pin.fits(result.meta.get("val")):
+                self.is_whole = False
+                return None
+            look = result.meta["val"]
+            result = self.graph.call_function(shard_in_graph, (result, *pin.axes))
+            result.meta["val"] = look
+        return result
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    kinds = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+    return [hook for hooks in kinds for hook in hooks.values()]
+
+
+def _without(
+    flat: fx.Graph, ops: Sequence[fx.Node], run: Run, count: int
+) -> fx.Graph | None:
+    """Copy a graph without some layers; None if anything else needs these."""
+    places = {op: place for place, op in enumerate(ops)}
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def instead(read: fx.Node, before: fx.Node) -> fx.Node:
+        """Return what a layer reads that comes behind those that are left out."""
+        if read is before or read not in places:
+            return read
+        layer = run.layer_of(places[read])
+        if layer > LAST_FIRST + count:
+            return read
+        # It is of as many layers before, of those that are left.
+        return ops[run.place_in(places[read], layer - count)]
+
+    for node in flat.nodes:
+        place = places.get(node, -1)
+        layer = run.layer_of(place) if run.start <= place < run.end else 0
+        if LAST_FIRST < layer <= LAST_FIRST + count:
+            continue
+        reads = reads_of(node)
+        if layer > LAST_FIRST:
+            reads = list(map(instead, reads, reads_of(ops[place - run.period])))
+        if not copies.keys() >= set(reads):
+            return None
+        copies[node] = copy_reading(graph, node, [copies[read] for read in reads])
+    return graph
