@@ -145,27 +145,17 @@ class Pair(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.before = nn.ModuleList(layers_of()[:2])
         self.layers = nn.ModuleList(layers_of())
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         other = x.sin()
+        for layer in self.before:
+            x = layer(x)
         for layer in self.layers:
             x, other = layer(x + other) * self.scale, x * self.scale
         return x * other
-
-
-class Lists(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.ModuleList(layers_of()[:3])
-        self.inner = nn.Module()
-        self.inner.layers = nn.ModuleList(layers_of())
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in [*self.before, *self.inner.layers]:  # type: ignore[misc]
-            x = layer(x)
-        return x
 
 
 class Attending(nn.Module):
@@ -180,23 +170,26 @@ class Attending(nn.Module):
         return x + self.scale * mixed.transpose(1, 2).flatten(2)
 
 
+class Regions(Model):
+    def __init__(self) -> None:
+        super().__init__(
+            layers_of(), lambda layer, x, _, first: checkpointed(layer, x) + first
+        )
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("norm" not in name)
+
+
 REPEATED: dict[str, Callable[[], nn.Module]] = {
-    "in training": lambda: Model(layers_of()),
-    "attention, and a buffer": lambda: Model(layers_of(Attending)),
-    "regions of checkpoints": lambda: Model(layers_of(), checkpointed),
-    "norms are frozen": lambda: with_frozen("norm"),
+    "regions of checkpoints, frozen norms, a value that all read": Regions,
     "all layers are frozen": lambda: with_frozen("layers."),
     "all but the last is frozen": lambda: with_frozen("first", "layers."),
-    "two streams and a shared parameter": Pair,
-    "another list": Lists,
-    "the first output is read by all": lambda: Model(
-        layers_of(), lambda layer, x, _, first: layer(x) + first
+    "two lists, two streams and a shared parameter": Pair,
+    "numbers in the way, another kind, attention and a buffer": lambda: nn.Sequential(
+        nn.Linear(WIDTH, WIDTH),
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers_of(Attending)),
     ),
-    "a first layer of another kind": lambda: Model(
-        [nn.Linear(WIDTH, WIDTH), *layers_of()]
-    ),
-    "numbers in the way": lambda: nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.Sequential(*layers_of()), nn.Linear(WIDTH, WIDTH)
+    "two kinds in turn": lambda: Model(
+        [Layer(1.0 + index % 2) for index in range(2 * NUM_LAYERS - 1)]
     ),
 }
 

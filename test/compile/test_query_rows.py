@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch_xla_pp import attention, xla_compat
 from torch_xla_pp.compile import JointGraph, export_joint
 from torch_xla_pp.compile.query_rows import shard_scores
-from torch_xla_pp.compile.rank_rules import parts_of
+from torch_xla_pp.compile.rank_rules import joint_parts
 from torch_xla_pp.graph import SCORES_OF, SHARD, axes_of, shard_in_graph
 from torch_xla_pp.mesh import on_mesh
 from torch_xla_pp.world import World
@@ -36,7 +36,7 @@ def joint_of(axes: list[str], world: World) -> JointGraph:
         for _ in range(2)
     )
     joint = export_joint(Attending(axes), [query, key, key], {}, stays=lambda *_: False)
-    shard_scores(joint, lambda: parts_of(world, joint, {}))
+    shard_scores(joint, lambda: joint_parts(world, joint, {}))
     assert not joint.graph.graph.find_nodes(op="call_function", target=SCORES_OF)
     return joint
 

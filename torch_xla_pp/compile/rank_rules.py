@@ -87,11 +87,11 @@ def can_call_attention(
     ]
     if not called:
         return True
-    parts = parts_of(world, joint, inputs())
+    parts = joint_parts(world, joint, inputs())
     return all(part_results(node, parts) is not None for node in called)
 
 
-def parts_of(
+def joint_parts(
     world: World, joint: JointGraph, inputs: Mapping[str, Partition | None]
 ) -> ValueParts:
     """Return how the values of a joint graph are split; arguments as above."""

@@ -14,7 +14,7 @@ from torch_xla_pp.compile.joint_graph import JointGraph
 from torch_xla_pp.compile.names import input_role, tangent
 from torch_xla_pp.compile.partition import Remat
 from torch_xla_pp.compile.query_rows import shard_scores
-from torch_xla_pp.compile.rank_rules import can_call_attention, parts_of, rules_of
+from torch_xla_pp.compile.rank_rules import can_call_attention, joint_parts, rules_of
 from torch_xla_pp.compile.stage_programs import StagePrograms, ValueSizes
 from torch_xla_pp.compile.stage_specs import Borders
 from torch_xla_pp.compile.stage_tracer import StageCall, StageTracer, example_like
@@ -180,7 +180,7 @@ class StageCompiler(Generic[LinksT]):
         known = partial(self._partitions, joint)
         if not can_call_attention(self._source.world, joint, known):
             joint = self._export(mode, has_kernels=False)
-        shard_scores(joint, lambda: parts_of(self._source.world, joint, known()))
+        shard_scores(joint, lambda: joint_parts(self._source.world, joint, known()))
         self._check_written(mode)
         return self._made(joint, offered)
 

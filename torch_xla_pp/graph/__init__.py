@@ -14,7 +14,7 @@ from torch_xla_pp.graph.attention import (
 from torch_xla_pp.graph.autograd_functions import keeping_autograd_functions
 from torch_xla_pp.graph.baked import Baked, BakedModel
 from torch_xla_pp.graph.built_in_device import move_devices
-from torch_xla_pp.graph.call_spec import CallSpec
+from torch_xla_pp.graph.call_spec import CallSpec, call_as
 from torch_xla_pp.graph.captured import Captured
 from torch_xla_pp.graph.finish_split import describe_stages, finish_split
 from torch_xla_pp.graph.flops import flops_by_op
@@ -43,12 +43,12 @@ from torch_xla_pp.graph.other_shapes import (
 )
 from torch_xla_pp.graph.patches import replaced
 from torch_xla_pp.graph.prepare import Prepared, erase_marks, normalize, prepare
-from torch_xla_pp.graph.query_rows import SCORES_OF
+from torch_xla_pp.graph.score_marks import SCORES_OF
 from torch_xla_pp.graph.shard import (
     SHARD,
-    OutputPin,
     axes_of,
     mapped_as,
+    pinned_axes,
     shard,
     shard_in_graph,
     sharding_outputs,
@@ -87,7 +87,6 @@ __all__ = [
     "Captured",
     "GivenStages",
     "OtherMode",
-    "OutputPin",
     "Prepared",
     "SCORES_OF",
     "SHARD",
@@ -108,6 +107,7 @@ __all__ = [
     "normalize",
     "noting_host_randomness",
     "begin_modes",
+    "call_as",
     "check_split_spec",
     "describe_stages",
     "digest_ops",
@@ -129,6 +129,7 @@ __all__ = [
     "move_devices",
     "keep_persistence",
     "original_name",
+    "pinned_axes",
     "pipeline_yield",
     "prepare",
     "reads_training",

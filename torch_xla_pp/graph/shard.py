@@ -6,9 +6,10 @@ axes are resolved only when the stage is compiled.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -126,7 +127,7 @@ def sharding_outputs(
     for name, submodule in module.named_modules():
         pattern = first_match(activations, name) if name else None
         if pattern is not None:
-            pin = OutputPin(name, tuple(activations[pattern]))
+            pin = functools.partial(_pin, name, tuple(activations[pattern]))
             hooks.append(submodule.register_forward_hook(pin))
     try:
         yield
@@ -135,36 +136,25 @@ def sharding_outputs(
             handle.remove()
 
 
-class OutputPin(NamedTuple):
-    """A hook by which the result of a submodule goes through `shard`.
-
-    Attributes:
-        name: The submodule's name.
-        axes: The logical axes of the result.
-    """
-
-    name: str
-    axes: LogicalAxes
-
-    def fits(self, output: Any) -> bool:
-        """Return whether a result has these axes."""
-        return isinstance(output, Tensor) and output.dim() == len(self.axes)
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Tensor:
-        """Shard a result.
-
-        Raises:
-            ValueError: It is something other than one tensor, or has other dimensions.
-        """
-        if self.fits(output):
-            return shard(output, *self.axes)
+def _pin(
+    name: str, axes: LogicalAxes, module: nn.Module, args: Any, output: Any
+) -> Tensor:
+    """Pass a submodule's result through `shard`."""
+    if not isinstance(output, Tensor) or output.dim() != len(axes):
         got = (
             f"a tensor of shape {list(output.shape)}"
             if isinstance(output, Tensor)
             else type(output).__name__
         )
         raise ValueError(
-            f"AxisRules.activations: expected {self.name} to return one tensor of "
-            f"{len(self.axes)} dimensions, for {self.axes}, got {got}. Correct the "
-            "pattern, or call shard in forward."
+            f"AxisRules.activations: expected {name} to return one tensor of "
+            f"{len(axes)} dimensions, for {axes}, got {got}. Correct the pattern, "
+            "or call shard in forward."
         )
+    return shard(output, *axes)
+
+
+def pinned_axes(hook: Any) -> LogicalAxes | None:
+    """Return the axes of a hook of `sharding_outputs`, None for other hooks."""
+    is_pin = isinstance(hook, functools.partial) and hook.func is _pin
+    return hook.args[1] if is_pin else None

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from torch_xla_pp.compile.equal_layers.runs import Held, Run
+from torch_xla_pp.compile.equal_layers.runs import LayerRun, LayerValue
 from torch_xla_pp.compile.equal_layers.shorten import LAST_FIRST
 
 
@@ -33,7 +33,7 @@ class NumberedLayers:
     """
 
     def __init__(
-        self, ops: Sequence[fx.Node], run: Run, num_new: int, *, is_reversed: bool
+        self, ops: Sequence[fx.Node], run: LayerRun, num_new: int, *, is_reversed: bool
     ) -> None:
         self._ops, self._run, self._num_new = ops, run, num_new
         self._is_reversed = is_reversed
@@ -135,7 +135,7 @@ class HeldNumbers:
         IrregularError: Of a name other layers are missing than a row of so many.
     """
 
-    def __init__(self, held: Mapping[fx.Node, Held], num_new: int) -> None:
+    def __init__(self, held: Mapping[fx.Node, LayerValue], num_new: int) -> None:
         self.held = held
         self._num_new = num_new
         self._nodes: dict[str, list[fx.Node]] = defaultdict(list)

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 
-class Held(NamedTuple):
+class LayerValue(NamedTuple):
     """A parameter or a buffer of one of several layers.
 
     Attributes:
@@ -22,7 +22,7 @@ class Held(NamedTuple):
     layer: int
 
 
-def held_by_layers(names: Iterable[str]) -> dict[str, Held]:
+def held_by_layers(names: Iterable[str]) -> dict[str, LayerValue]:
     """Find the longest list of modules, by names of parameters and buffers.
 
     Args:
@@ -31,22 +31,37 @@ def held_by_layers(names: Iterable[str]) -> dict[str, Held]:
     Returns:
         Those of the list, empty if there is none.
     """
-    lists: dict[str, dict[str, Held]] = defaultdict(dict)
+    lists: dict[str, dict[str, LayerValue]] = defaultdict(dict)
     for name in names:
         parts = name.split(".")
         for place, part in enumerate(parts):
             if part.isdigit():
                 path, own = ".".join(parts[:place]), ".".join(parts[place + 1 :])
-                lists[path][name] = Held(own, int(part))
+                lists[path][name] = LayerValue(own, int(part))
     return max(lists.values(), key=_num_layers, default={})
 
 
-def _num_layers(held: Mapping[str, Held]) -> int:
+def in_groups(held: Mapping[str, LayerValue], size: int) -> dict[str, LayerValue]:
+    """Take so many layers for one.
+
+    Args:
+        held: What layers hold, by name.
+        size: The number of layers of a group.
+    """
+    first = min(x.layer for x in held.values())
+    found = {}
+    for name, (own, layer) in held.items():
+        group, member = divmod(layer - first, size)
+        found[name] = LayerValue(f"{member}.{own}", group)
+    return found
+
+
+def _num_layers(held: Mapping[str, LayerValue]) -> int:
     return len({x.layer for x in held.values()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class LayerRun:
     """Consecutive operations that repeat.
 
     Args:
@@ -80,7 +95,7 @@ place; returns whether that repeats."""
 
 def find_run(
     ops: Sequence[fx.Node], period: int, near: int, repeats: Reads
-) -> Run | None:
+) -> LayerRun | None:
     """Return the longest run around a place, None if nothing repeats there.
 
     Args:
@@ -101,7 +116,7 @@ def find_run(
         start -= 1
     while is_equal(end):
         end += 1
-    return Run(start=start, period=period, count=(end - start) // period + 1)
+    return LayerRun(start=start, period=period, count=(end - start) // period + 1)
 
 
 def _are_equal(first: fx.Node, second: fx.Node, repeats: Reads) -> bool:

@@ -3,20 +3,21 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.export.unflatten import InterpreterModule
 from torch.nn.modules.module import _has_any_global_hook
 
 from torch_xla_pp.compile.equal_layers.runs import (
-    Held,
-    Run,
+    LayerRun,
+    LayerValue,
     copy_reading,
     find_run,
     held_by_layers,
+    in_groups,
     reads_of,
     usual_step,
 )
-from torch_xla_pp.graph import OutputPin, item_of, shard_in_graph
+from torch_xla_pp.graph import call_as, item_of, pinned_axes, shard_in_graph
 
 LAST_FIRST = 1
 """The last one of the layers that stay in the beginning; layers that are left out come
@@ -37,12 +38,14 @@ class Shortened(NamedTuple):
     """
 
     graph: fx.Graph
-    held: Mapping[str, Held]
+    held: Mapping[str, LayerValue]
     num_left_out: int
 
 
 def shorten(module: nn.Module) -> Shortened | None:
     """Leave out most of the equal layers of a traced stage.
+
+    Where layers of several kinds alternate, a layer here is one of each.
 
     Args:
         module: The stage's module.
@@ -54,27 +57,54 @@ def shorten(module: nn.Module) -> Shortened | None:
         return None
     names = _names(module)
     held = held_by_layers(names.values())
-    if len({x.layer for x in held.values()}) < _KEPT + _FEWEST_LEFT_OUT:
+    num_layers = len({x.layer for x in held.values()})
+    if num_layers < _KEPT + _FEWEST_LEFT_OUT:
         return None
     flat = _Flat(module)
     if not flat.is_whole:
         return None
-    ops = [node for node in flat.graph.nodes if node.op == "call_function"]
-    places = {op: place for place, op in enumerate(ops)}
     values = {
         node: item_of(module, str(node.target))
         for node in flat.graph.find_nodes(op="get_attr")
     }
-    of_layers = {
-        node: held[names[id(value)]]
-        for node, value in values.items()
-        if names.get(id(value)) in held
-    }
+    for size in range(1, num_layers // (_KEPT + _FEWEST_LEFT_OUT) + 1):
+        grouped = in_groups(held, size)
+        of_layers = {
+            node: _Owned(grouped[names[id(value)]], _look(value))
+            for node, value in values.items()
+            if names.get(id(value)) in grouped
+        }
+        found = _shortened(flat.graph, of_layers)
+        if found is not None:
+            graph, num_left_out = found
+            call_as(graph, module.graph)
+            return Shortened(graph, grouped, num_left_out)
+    return None
+
+
+class _Owned(NamedTuple):
+    """A parameter or buffer of a layer, and what it looks like."""
+
+    value: LayerValue
+    look: tuple[Any, ...]
+
+
+def _shortened(
+    flat: fx.Graph, of_layers: Mapping[fx.Node, _Owned]
+) -> tuple[fx.Graph, int] | None:
+    """Return a graph without some layers, and how many.
+
+    Args:
+        flat: The graph of all.
+        of_layers: What reads parameters and buffers of layers in it.
+    """
+    ops = [node for node in flat.nodes if node.op == "call_function"]
+    places = {op: place for place, op in enumerate(ops)}
     first: dict[int, int] = {}
     for place, op in enumerate(ops):
         for node in op.all_input_nodes:
             if node in of_layers:
-                first.setdefault(of_layers[node].layer, place)
+                first.setdefault(of_layers[node].value.layer, place)
     near, period = usual_step([first[layer] for layer in sorted(first)])
 
     def repeats(one: fx.Node, other: fx.Node) -> bool:
@@ -82,18 +112,15 @@ def shorten(module: nn.Module) -> Shortened | None:
             return places[other] - places[one] == period
         if one not in of_layers or other not in of_layers:
             return False
-        name, layer = of_layers[one]
-        is_next = of_layers[other] == Held(name, layer + 1)
-        return is_next and _look(values[one]) == _look(values[other])
+        (name, layer), look = of_layers[one]
+        return of_layers[other] == _Owned(LayerValue(name, layer + 1), look)
 
     run = find_run(ops, period, near, repeats)
     if run is None or run.count < _KEPT + _FEWEST_LEFT_OUT:
         return None
-    graph = _without(flat.graph, ops, run, run.count - _KEPT)
-    if graph is None:
-        return None
-    graph.set_codegen(module.graph._codegen)
-    return Shortened(graph, held, run.count - _KEPT)
+    num_left_out = run.count - _KEPT
+    graph = _without(flat, ops, run, num_left_out)
+    return None if graph is None else (graph, num_left_out)
 
 
 def _names(module: nn.Module) -> dict[int, str]:
@@ -171,7 +198,7 @@ class _Flat:
         target = str(node.target)
         part = item_of(module, target)
         hooks = _hooks(part) if isinstance(part, nn.Module) else []
-        pins = [hook for hook in hooks if isinstance(hook, OutputPin)]
+        pins = [axes for axes in map(pinned_axes, hooks) if axes is not None]
         # What is interpreted takes and returns what its graph does.
         is_other = node.kwargs or len(pins) < len(hooks)
         if not isinstance(part, InterpreterModule) or is_other:
@@ -179,12 +206,12 @@ class _Flat:
             return None
         args = fx.map_arg(node.args, copies.__getitem__)
         result = self._inline(part, f"{path}{target}.", args)
-        for pin in pins:
-            if not isinstance(result, fx.Node) or not pin.fits(result.meta.get("val")):
+        for axes in pins:
+            look = result.meta.get("val") if isinstance(result, fx.Node) else None
+            if not isinstance(look, Tensor) or look.dim() != len(axes):
                 self.is_whole = False
                 return None
-            look = result.meta["val"]
-            result = self.graph.call_function(shard_in_graph, (result, *pin.axes))
+            result = self.graph.call_function(shard_in_graph, (result, *axes))
             result.meta["val"] = look
         return result
 
@@ -200,7 +227,7 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 
 def _without(
-    flat: fx.Graph, ops: Sequence[fx.Node], run: Run, count: int
+    flat: fx.Graph, ops: Sequence[fx.Node], run: LayerRun, count: int
 ) -> fx.Graph | None:
     """Copy a graph without some layers; None if anything else needs these."""
     places = {op: place for place, op in enumerate(ops)}
