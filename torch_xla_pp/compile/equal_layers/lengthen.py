@@ -72,22 +72,14 @@ class _Grad(NamedTuple):
     """The gradient of a layer's parameter.
 
     Attributes:
-        ops: The operations of the graph.
-        place: Where some layer makes it.
+        place: Where it is made, or where the first layer of the run makes its own.
         layers: The run that makes it, None if it is outside of it.
         number: The number of the layer that does.
     """
 
-    ops: Sequence[fx.Node]
     place: int
     layers: NumberedLayers | None = None
     number: int = 0
-
-    def node(self) -> fx.Node:
-        """Return what makes it."""
-        if self.layers is None:
-            return self.ops[self.place]
-        return self.layers.node(self.place, self.number)
 
 
 class _Lengthening:
@@ -153,8 +145,9 @@ class _Lengthening:
                 if reads != reads_of(op):
                     replace_reads(op, reads)
         grads = dict(joint.parameter_grads)
-        for node, found in self._grads.items():
-            grads[joint.roles[node]] = found.node()
+        for node, (place, layers, number) in self._grads.items():
+            made = layers.node(place, number) if layers else self._ops[place]
+            grads[joint.roles[node]] = made
         joint.parameter_grads = {
             role: grads[role] for role in joint.roles.values() if role in grads
         }
@@ -343,20 +336,20 @@ class _Lengthening:
     def _layers_at(self, place: int) -> NumberedLayers | None:
         return next((x for x in self._runs if place in x.places), None)
 
-    def _find_grads(self) -> dict[fx.Node, "_Grad"]:
+    def _find_grads(self) -> dict[fx.Node, _Grad]:
         """Find the gradients of what all layers hold."""
         found: dict[fx.Node, _Grad] = {}
         for name in self._held.names:
-            nodes = self._held.all(name)
             for node in self._held.used(name):
                 grad = self._joint.parameter_grads.get(self._joint.roles[node])
-                if grad is not None:
-                    found |= self._grads_like(node, grad)
-            if any(x in found for x in nodes) and not all(x in found for x in nodes):
+                alike = {} if grad is None else self._grads_like(node, grad)
+                if any(found.setdefault(x, new) != new for x, new in alike.items()):
+                    raise IrregularError
+            if len({node in found for node in self._held.all(name)}) > 1:
                 raise IrregularError
         return found
 
-    def _grads_like(self, node: fx.Node, grad: fx.Node) -> dict[fx.Node, "_Grad"]:
+    def _grads_like(self, node: fx.Node, grad: fx.Node) -> dict[fx.Node, _Grad]:
         """Return the gradients of all layers that are made as one of them."""
         place, index = self._places.get(grad, -1), self._held.index_of(node)
         layers = self._layers_at(place)
@@ -364,13 +357,11 @@ class _Lengthening:
             raise IrregularError
         if layers is None:
             self._check_side([node], is_last=self._is_between(place))
-            return {node: _Grad(self._ops, place)}
+            return {node: _Grad(place)}
         distance = index - layers.index_of(place)
-        name = self._held.held[node].name
+        name, first = self._held.held[node].name, layers.check(place, 0)
         return {
-            self._held.node(name, number + distance): _Grad(
-                self._ops, place, layers, number
-            )
+            self._held.node(name, number + distance): _Grad(first, layers, number)
             for number in layers.numbers
         }
 

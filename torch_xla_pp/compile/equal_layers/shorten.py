@@ -136,7 +136,7 @@ def _names(module: nn.Module) -> dict[int, str]:
 
 def _look(value: Any) -> tuple[Any, ...]:
     is_trained = isinstance(value, nn.Parameter) and value.requires_grad
-    return value.shape, value.dtype, value.stride(), is_trained
+    return type(value), value.shape, value.dtype, value.stride(), is_trained
 
 
 class _Flat:
