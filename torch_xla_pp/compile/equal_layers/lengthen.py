@@ -145,8 +145,8 @@ class _Lengthening:
                 if reads != reads_of(op):
                     replace_reads(op, reads)
         grads = dict(joint.parameter_grads)
-        for node, (place, layers, number) in self._grads.items():
-            made = layers.node(place, number) if layers else self._ops[place]
+        for node, (place, source, number) in self._grads.items():
+            made = self._ops[place] if source is None else source.node(place, number)
             grads[joint.roles[node]] = made
         joint.parameter_grads = {
             role: grads[role] for role in joint.roles.values() if role in grads
