@@ -88,7 +88,7 @@ class AttentionKernel:
             args: Those of the operation.
         """
         *tensors, _, _, names = args
-        *_, query, key, _, mask = tensors[: 4 if len(tensors) == 4 else 5]
+        *_, query, key, _, mask = tensors[:5]
         is_taken = (
             bool(names)
             and mask is None

@@ -273,10 +273,10 @@ def _call(
     """
     if not isinstance(module, fx.GraphModule):
         return module(*args, **kwargs)
-    graph, is_own = graph or module.graph, graph is None
-    is_marked = any(REGION in n.meta or _LINE in n.meta for n in graph.nodes)
-    if is_own and not is_marked:
-        return module(*args, **kwargs)
+    if graph is None:
+        graph = module.graph
+        if not any(REGION in n.meta or _LINE in n.meta for n in graph.nodes):
+            return module(*args, **kwargs)
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
     return fx.Interpreter(module, graph=graph).run(*bound.args)
 

@@ -11,12 +11,9 @@ from typing import NamedTuple
 
 from torch import fx
 
-from torch_xla_pp.compile.equal_layers.numbered import (
-    HeldNumbers,
-    IrregularError,
-    NumberedLayers,
-)
+from torch_xla_pp.compile.equal_layers.numbered import HeldNumbers, NumberedLayers
 from torch_xla_pp.compile.equal_layers.runs import (
+    IrregularError,
     copy_reading,
     find_run,
     reads_of,

@@ -9,12 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from torch_xla_pp.compile.equal_layers.runs import LayerRun, LayerValue
+from torch_xla_pp.compile.equal_layers.runs import IrregularError, LayerRun, LayerValue
 from torch_xla_pp.compile.equal_layers.shorten import LAST_FIRST
-
-
-class IrregularError(Exception):
-    """Something does not repeat."""
 
 
 class NumberedLayers:

@@ -10,6 +10,10 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 
+class IrregularError(Exception):
+    """Something does not repeat."""
+
+
 class LayerValue(NamedTuple):
     """A parameter or a buffer of one of several layers.
 

@@ -8,6 +8,7 @@ from torch.export.unflatten import InterpreterModule
 from torch.nn.modules.module import _has_any_global_hook
 
 from torch_xla_pp.compile.equal_layers.runs import (
+    IrregularError,
     LayerRun,
     LayerValue,
     copy_reading,
@@ -60,12 +61,13 @@ def shorten(module: nn.Module) -> Shortened | None:
     num_layers = len({x.layer for x in held.values()})
     if num_layers < _KEPT + _FEWEST_LEFT_OUT:
         return None
-    flat = _Flat(module)
-    if not flat.is_whole:
+    try:
+        flat = _Flat(module).graph
+    except IrregularError:
         return None
     values = {
         node: item_of(module, str(node.target))
-        for node in flat.graph.find_nodes(op="get_attr")
+        for node in flat.find_nodes(op="get_attr")
     }
     for size in range(1, num_layers // (_KEPT + _FEWEST_LEFT_OUT) + 1):
         grouped = in_groups(held, size)
@@ -74,7 +76,7 @@ def shorten(module: nn.Module) -> Shortened | None:
             for node, value in values.items()
             if names.get(id(value)) in grouped
         }
-        found = _shortened(flat.graph, of_layers)
+        found = _shortened(flat, of_layers)
         if found is not None:
             graph, num_left_out = found
             call_as(graph, module.graph)
@@ -146,21 +148,22 @@ class _Flat:
         module: The module.
 
     Attributes:
-        graph: The operations; without results if these are not all that the module
-            does.
-        is_whole: Whether they are.
+        graph: The operations.
+
+    Raises:
+        IrregularError: A call of the module does more.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
+        if _has_any_global_hook():  # type: ignore[no-untyped-call]
+            raise IrregularError
         self.graph = fx.Graph()
-        self.is_whole = not _has_any_global_hook()  # type: ignore[no-untyped-call]
         self._read: dict[str, fx.Node] = {}
         inputs = [
             self.graph.node_copy(node)
             for node in module.graph.find_nodes(op="placeholder")
         ]
-        if self.is_whole:
-            self.graph.output(self._inline(module, "", inputs))
+        self.graph.output(self._inline(module, "", inputs))
 
     def _inline(self, module: nn.Module, path: str, inputs: Sequence[Any]) -> Any:
         """Copy what a part does; return its results."""
@@ -178,8 +181,6 @@ class _Flat:
                 return fx.map_arg(node.args[0], copies.__getitem__)
             else:
                 copies[node] = self.graph.node_copy(node, copies.__getitem__)
-            if not self.is_whole:
-                return None
         return None
 
     def _attribute(self, target: str, node: fx.Node) -> fx.Node:
@@ -202,15 +203,13 @@ class _Flat:
         # What is interpreted takes and returns what its graph does.
         is_other = node.kwargs or len(pins) < len(hooks)
         if not isinstance(part, InterpreterModule) or is_other:
-            self.is_whole = False
-            return None
+            raise IrregularError
         args = fx.map_arg(node.args, copies.__getitem__)
         result = self._inline(part, f"{path}{target}.", args)
         for axes in pins:
             look = result.meta.get("val") if isinstance(result, fx.Node) else None
             if not isinstance(look, Tensor) or look.dim() != len(axes):
-                self.is_whole = False
-                return None
+                raise IrregularError
             result = self.graph.call_function(shard_in_graph, (result, *axes))
             result.meta["val"] = look
         return result
