@@ -29,7 +29,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Literal
 
@@ -60,6 +60,7 @@ _KEEP_ALIVE = {
     socket.TCP_KEEPCNT: 5,
 }
 _END_S = 5.0
+_NEWS_S = 5.0  # a rank that is not there has left, or the tree tells of its loss before
 LEFT = "it has left the group or its program has ended"
 
 _logger = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ class Sockets:
         self._lock = threading.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._open: set[socket.socket] = set()
+        self._num_read: Counter[int] = Counter()
         parent = (rank - 1) // FANOUT
         children = range(rank * FANOUT + 1, min(size, (rank + 1) * FANOUT + 1))
         self.neighbours = (*([parent] if rank else []), *children)
@@ -228,8 +230,9 @@ class Sockets:
                 hello = _HELLO.pack(self.token, self.rank)
                 await self._loop.sock_sendall(connection, hello)
             except OSError as error:
-                self._end(peer, f"it cannot be reached ({error})", is_lost=True)
                 link.end()
+                await asyncio.sleep(_NEWS_S)
+                self._end(peer, f"it cannot be reached ({error})", is_lost=True)
                 return
             await self._serve(peer, link, connection)
 
@@ -255,6 +258,8 @@ class Sockets:
                 return
             with self._lock:
                 link = self._links.setdefault(peer, _Link())
+            if self._is_closed:
+                link.part()
             await self._serve(peer, link, connection)
 
     async def _serve(self, peer: int, link: "_Link", connection: socket.socket) -> None:
@@ -263,7 +268,7 @@ class Sockets:
             await self._read_all(peer, connection)
             return
         link.connection = connection
-        writing = self._loop.create_task(self._write_all(peer, link, connection))
+        writing = self._loop.create_task(self._write_all(link, connection))
         try:
             await self._read_all(peer, connection)
         finally:
@@ -273,36 +278,47 @@ class Sockets:
 
     # Reading and writing.
 
-    async def _write_all(
-        self, peer: int, link: "_Link", connection: socket.socket
-    ) -> None:
-        try:
+    async def _write_all(self, link: "_Link", connection: socket.socket) -> None:
+        """Write frames; whoever reads the connection notices its end."""
+        with contextlib.suppress(OSError):
             while True:
                 frame = await link.take()
                 for data in frame:
                     await self._loop.sock_sendall(connection, data)
                 link.done()
-        except OSError as error:
-            self._end(peer, f"its connection is lost ({error})", is_lost=True)
+        link.end()
 
     async def _read_all(self, peer: int, connection: socket.socket) -> None:
+        """Read a connection to its end, or to the peer's farewell.
+
+        If there is another one, that may have the farewell, which is waited for.
+        """
+        self._num_read[peer] += 1
+        reason = LEFT
         try:
-            while True:
-                head = await self._read(connection, _HEAD.size)
-                kind, size = _HEAD.unpack(head.numpy().tobytes())
-                if kind == _FAREWELL:
-                    self._end(peer, LEFT, is_lost=False)
-                    return
-                data = await self._read(connection, size)
-                sizes, content = pickle.loads(data.numpy().tobytes())
-                parts = [await self._read(connection, size) for size in sizes]
-                self._receivers[kind](peer, content, parts)
-                del data, content, parts
+            await self._read_frames(peer, connection)
         except OSError as error:
-            self._end(peer, f"its connection is lost ({error})", is_lost=True)
+            reason = f"its connection is lost ({error})"
         except Exception as error:  # Receives must end, too.
             _logger.exception("rank %d: a message of rank %d", self.rank, peer)
-            self._end(peer, f"its message is not understood ({error})", is_lost=True)
+            reason = f"its message is not understood ({error})"
+        finally:
+            self._num_read[peer] -= 1
+        if reason != LEFT and self._num_read[peer]:
+            await asyncio.sleep(_NEWS_S)
+        self._end(peer, reason, is_lost=reason != LEFT)
+
+    async def _read_frames(self, peer: int, connection: socket.socket) -> None:
+        while True:
+            head = await self._read(connection, _HEAD.size)
+            kind, size = _HEAD.unpack(head.numpy().tobytes())
+            if kind == _FAREWELL:
+                return
+            data = await self._read(connection, size)
+            sizes, content = pickle.loads(data.numpy().tobytes())
+            parts = [await self._read(connection, size) for size in sizes]
+            self._receivers[kind](peer, content, parts)
+            del data, content, parts
 
     async def _read(self, connection: socket.socket, size: int) -> Tensor:
         """Read so many bytes.
@@ -335,7 +351,7 @@ class Sockets:
             if peer not in self._fates and (link.is_dialed or link.connection)
         ]
         for link in links:
-            link.put([_HEAD.pack(_FAREWELL, 0)])
+            link.part()
         sent = asyncio.gather(*(link.all_done() for link in links))
         try:
             await asyncio.wait_for(sent, timeout_s)
@@ -343,9 +359,6 @@ class Sockets:
             return False
         finally:
             # Incoming frames are read to the end, so that none is lost.
-            for connection in self._open:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_WR)
             self._loop.call_later(timeout_s, self._end_tasks)
         return True
 
@@ -378,7 +391,7 @@ class _Link:
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._is_over = False
+        self._is_over = self._is_parting = False
 
     def put(self, frame: list[bytes | memoryview]) -> None:
         """Append a frame, unless the peer is gone."""
@@ -386,6 +399,12 @@ class _Link:
             self._frames.append(frame)
             self._idle.clear()
             self._changed.set()
+
+    def part(self) -> None:
+        """Append a farewell, once."""
+        if not self._is_parting:
+            self._is_parting = True
+            self.put([_HEAD.pack(_FAREWELL, 0)])
 
     async def take(self) -> list[bytes | memoryview]:
         """Wait for a frame and remove it."""

@@ -1,0 +1,119 @@
+"""A rank that leaves is told from one that is lost, whoever connects with it when."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from torch_xla_pp.errors import TransportError
+from torch_xla_pp.transport import Rendezvous
+from torch_xla_pp.transport.sockets import LEFT, Sockets
+
+pytestmark = pytest.mark.pure
+
+Fates = dict[int, tuple[str, bool]]
+
+
+def wait(is_so: Callable[[], bool]) -> None:
+    """Wait for what is under way."""
+    limit_s = time.monotonic() + 20
+    while not is_so() and time.monotonic() < limit_s:
+        time.sleep(0.005)
+    assert is_so()
+
+
+def connected(size: int) -> tuple[list[Sockets], list[Fates]]:
+    """Return the connections of some ranks, and what each hears of others."""
+    store = HashStore()
+    group = [Sockets(store, rank, size) for rank in range(size)]
+    heard: list[Fates] = [{} for _ in group]
+    for sockets, fates in zip(group, heard, strict=True):
+        sockets.on("control", lambda *_: None)
+        sockets.on("data", lambda *_: None)
+        sockets.on_gone(
+            lambda rank, why, is_lost, fates=fates: fates.update({rank: (why, is_lost)})
+        )
+        sockets.open()
+    return group, heard
+
+
+def send_both_ways(first: Sockets, second: Sockets) -> None:
+    """Let two ranks make a connection each, at once."""
+    for source, target in ((first, second), (second, first)):
+        source.send(target.rank, "data", "hello")
+
+
+def close(group: Sequence[Sockets]) -> None:
+    for sockets in group:
+        sockets.close(1.0)
+
+
+def test_a_rank_that_connects_with_one_that_is_leaving_hears_its_farewell() -> None:
+    group, heard = connected(3)
+    assert group[2].close(1.0)
+    group[1].send(2, "data", "late")
+    wait(lambda: 2 in heard[1])
+    assert heard[1][2] == (LEFT, False)
+    close(group)
+
+
+def test_a_farewell_counts_on_either_of_two_connections() -> None:
+    for _ in range(20):
+        group, heard = connected(3)
+        send_both_ways(group[1], group[2])
+        time.sleep(0.01)
+        assert group[2].close(1.0)
+        wait(lambda heard=heard: 2 in heard[1])
+        assert heard[1][2] == (LEFT, False)
+        close(group)
+
+
+def test_a_rank_of_two_connections_is_lost_with_the_last_of_them() -> None:
+    group, heard = connected(3)
+    send_both_ways(group[1], group[2])
+    time.sleep(0.1)
+    # As the system does when a process ends.
+    for connection in list(group[2]._open):
+        group[2]._loop.call_soon_threadsafe(end, connection)
+    wait(lambda: 2 in heard[1] and 2 in heard[0])
+    assert "its connection is lost" in heard[1][2][0]
+    assert heard[1][2][1] and heard[0][2][1]
+    close(group)
+
+
+def end(connection: Any) -> None:
+    """End a connection both ways; the socket that listens has none."""
+    try:
+        connection.shutdown(2)
+    except OSError:
+        connection.close()
+
+
+def test_a_rank_that_cannot_be_reached_is_not_lost_if_the_tree_tells_that_it_left() -> (
+    None
+):
+    store = HashStore()
+    group = [Sockets(store, rank, 3) for rank in range(3)]
+    first, second, third = (Rendezvous(sockets, 20.0) for sockets in group)
+    tell = first._flood
+
+    def tell_late(*content: Any, except_for: int | None = None) -> None:
+        threading.Timer(1.0, tell, content, {"except_for": except_for}).start()
+
+    first._flood = tell_late  # type: ignore[method-assign]
+    for sockets in group:
+        sockets.open()
+    second.publish("ready", None)
+    third.read("ready", 1)
+    assert group[2].close(0.1)
+    # It listens no more.
+    wait(lambda: not group[2]._tasks)
+    group[1].send(2, "data", "too late")
+    with pytest.raises(TransportError, match=f"rank 2 is gone: {LEFT}"):
+        second.read("never", 2)
+    time.sleep(0.5)
+    assert first.calm() and second.calm()
+    close(group)
