@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from torch_xla_pp import xla_compat
+from torch_xla_pp import cpu, xla_compat
 from torch_xla_pp.compile import border
 from torch_xla_pp.compile.flat_values import FlatValue, flatten
 from torch_xla_pp.compile.lowering import Lowering
@@ -391,7 +391,7 @@ class Program:
             xla_compat.annotate(values[name], sharding)
         tokens += [border.send(sent, values) for sent in self.spec.sent]
         if tokens:
-            values[TOKEN] = reduce(operator.add, tokens)
+            values[TOKEN] = cpu.launched_apart(reduce(operator.add, tokens))
         made = [bundle for bundle in bundles if bundle.name in self.outputs]
         values |= {bundle.name: bundle.joined(values) for bundle in made}
         if self.spec.is_marked:

@@ -31,6 +31,7 @@ from torch_xla_pp.cpu.handlers import (
     fits_own_ops,
     has_ops_of_parts,
     has_own_ops,
+    launched_apart,
     placed_calls,
 )
 from torch_xla_pp.cpu.heads import (
@@ -90,6 +91,7 @@ __all__ = [
     "has_own_ops",
     "is_read_in_place",
     "is_recycling",
+    "launched_apart",
     "library_product",
     "library_product_of_parts",
     "most_joined_bytes",
