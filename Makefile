@@ -62,6 +62,7 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file benchmarks/mypy.ini benchmarks/*.py examples/*.py
 
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs

@@ -223,8 +223,8 @@ def cpu_times(work: Work, microbatches: int, has_calls: bool) -> list[dict[str, 
     args = (x,) if stage.is_first else ()
     target = x if stage.is_last else None
     found = []
-    timing = timed_calls() if has_calls else contextlib.nullcontext({})
-    with timing as spent:
+    with contextlib.ExitStack() as stack:
+        spent = stack.enter_context(timed_calls()) if has_calls else {}
         for _ in range(WARM_UP + STEPS):
             dist.barrier()
             spent.update(dict.fromkeys(spent, 0.0))

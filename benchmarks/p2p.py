@@ -60,7 +60,7 @@ def in_graph_side(size: int) -> tuple[Callable[[], None], Callable[[int], None]]
         send_op,
     )
 
-    transport = of_group(None).transport
+    transport: Any = of_group(None).transport
     rank, peer = dist.get_rank(), 1 - dist.get_rank()
     name = Message("F", 1, 0, 0)
     x = torch.zeros(size // 4, device="xla")
@@ -281,7 +281,7 @@ def delayed(transport: str) -> tuple[Any, Callable[[float], None]]:
 
     group = of_group(dist.new_group(backend="xla_pp"))
     with mock.patch.dict(os.environ, TORCH_XLA_PP_TRANSPORT=transport):
-        carrier = group.transport
+        carrier: Any = group.transport
     if transport == "in_graph":
         return group, carrier.engine.delay
     arrived = group.wire._arrived

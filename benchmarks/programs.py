@@ -29,6 +29,7 @@ class Alone:
         import torch_xla_pp as xpp
         from torch_xla_pp import cpu, xla_compat
         from torch_xla_pp.compile import StagePrograms, ValueSizes, export_joint
+        from torch_xla_pp.compile.attention_calls import has_call
         from torch_xla_pp.runtime.gradients.sums import SumPrograms
         from torch_xla_pp.state.saved import FreeValues
 
@@ -44,8 +45,8 @@ class Alone:
         module = copy.deepcopy(module).to(device)
         named = dict(module.named_parameters())
         example = torch.empty(x.shape, device=device, requires_grad=True)
-        is_best = products == "best"
-        joint = export_joint(module, [example], {}, has_kernels=is_best)
+        stays = has_call if products == "best" else None
+        joint = export_joint(module, [example], {}, stays=stays)
         self.fixed = {f"param:{name}": upload(value) for name, value in named.items()}
         shardings = dict.fromkeys(self.fixed, whole)
         self.programs = StagePrograms(

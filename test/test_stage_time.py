@@ -1,9 +1,12 @@
-"""What `benchmarks/stage_time.py` compares, without running a stage."""
+"""What `benchmarks/stage_time.py` compares, without measuring it."""
 
 import gpt
+import programs
 import pytest
 import stage_time
 import torch
+
+from torch_xla_pp.testing import Worlds
 
 SIZE = {"width": 8, "heads": 2, "layers": 6, "length": 4}
 
@@ -44,3 +47,21 @@ def test_ratios_are_of_times_of_the_same_turn() -> None:
     assert row["ours_ms"] == 4000.0
     assert row["to_eager"] == 1.0
     assert row["spread"] == {"to_eager": (0.5, 1.5)}
+
+
+def gradients(products: str) -> dict[str, torch.Tensor]:
+    """Return those of a stage after a forward and its backward."""
+    given = programs.activations(SIZE)
+    alone = programs.Alone(gpt.make_part(1, 3, SIZE), *given, products)
+    alone.both()
+    return {name: value.cpu() for name, value in alone.gradients().items()}
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("products", ["best", "xla"])
+def test_our_sides_compute_what_eager_does(worlds: Worlds, products: str) -> None:
+    (found,) = worlds.run(gradients, ranks=1, args=(products,))
+    module, (x, grad) = gpt.make_part(1, 3, SIZE), programs.activations(SIZE)
+    module(x).backward(grad)
+    expected = {name: value.grad for name, value in module.named_parameters()}
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
