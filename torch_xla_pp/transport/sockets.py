@@ -280,13 +280,17 @@ class Sockets:
 
     async def _write_all(self, link: "_Link", connection: socket.socket) -> None:
         """Write frames; whoever reads the connection notices its end."""
-        with contextlib.suppress(OSError):
+        try:
             while True:
                 frame = await link.take()
                 for data in frame:
                     await self._loop.sock_sendall(connection, data)
                 link.done()
-        link.end()
+        except OSError:
+            link.end()
+            # What has come, such as a farewell, is read before.
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     async def _read_all(self, peer: int, connection: socket.socket) -> None:
         """Read a connection to its end, or to the peer's farewell.
