@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
+from waiting import wait
 
 from torch_xla_pp.errors import (
     PipelineError,
@@ -46,14 +47,6 @@ def end(sockets: Sockets) -> None:
     for connection in list(sockets._open):
         with contextlib.suppress(OSError):  # the one that listens
             connection.shutdown(socket.SHUT_RDWR)
-
-
-def wait(is_so: Callable[[], bool]) -> None:
-    """Wait for what is under way."""
-    limit_s = time.monotonic() + 10
-    while not is_so() and time.monotonic() < limit_s:
-        time.sleep(0.005)
-    assert is_so()
 
 
 def together(calls: list[Callable[[], Any]]) -> list[Any]:

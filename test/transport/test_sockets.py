@@ -1,12 +1,14 @@
 """A rank that leaves is told from one that is lost, whoever connects with it when."""
 
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore
+from waiting import wait
 
 from torch_xla_pp.errors import TransportError
 from torch_xla_pp.transport import Rendezvous
@@ -15,14 +17,6 @@ from torch_xla_pp.transport.sockets import LEFT, Sockets
 pytestmark = pytest.mark.pure
 
 Fates = dict[int, tuple[str, bool]]
-
-
-def wait(is_so: Callable[[], bool]) -> None:
-    """Wait for what is under way."""
-    limit_s = time.monotonic() + 20
-    while not is_so() and time.monotonic() < limit_s:
-        time.sleep(0.005)
-    assert is_so()
 
 
 def connected(size: int) -> tuple[list[Sockets], list[Fates]]:
@@ -84,36 +78,33 @@ def test_a_rank_of_two_connections_is_lost_with_the_last_of_them() -> None:
     close(group)
 
 
-def end(connection: Any) -> None:
+def end(connection: socket.socket) -> None:
     """End a connection both ways; the socket that listens has none."""
     try:
-        connection.shutdown(2)
+        connection.shutdown(socket.SHUT_RDWR)
     except OSError:
         connection.close()
 
 
-def test_a_rank_that_cannot_be_reached_is_not_lost_if_the_tree_tells_that_it_left() -> (
-    None
-):
+def test_a_rank_that_cannot_be_reached_is_not_lost_if_it_has_left() -> None:
     store = HashStore()
     group = [Sockets(store, rank, 3) for rank in range(3)]
     first, second, third = (Rendezvous(sockets, 20.0) for sockets in group)
-    tell = first._flood
-
-    def tell_late(*content: Any, except_for: int | None = None) -> None:
-        threading.Timer(1.0, tell, content, {"except_for": except_for}).start()
-
-    first._flood = tell_late  # type: ignore[method-assign]
     for sockets in group:
         sockets.open()
     second.publish("ready", None)
     third.read("ready", 1)
-    assert group[2].close(0.1)
+    tell = first._flood
+
+    def tell_late(*content: Any, except_for: int | None = None) -> None:
+        threading.Timer(3.0, tell, content, {"except_for": except_for}).start()
+
+    first._flood = tell_late  # type: ignore[method-assign]
+    assert group[2].close(1.0)
     # It listens no more.
     wait(lambda: not group[2]._tasks)
     group[1].send(2, "data", "too late")
     with pytest.raises(TransportError, match=f"rank 2 is gone: {LEFT}"):
         second.read("never", 2)
-    time.sleep(0.5)
     assert first.calm() and second.calm()
     close(group)
