@@ -47,7 +47,7 @@ def close(group: Sequence[Sockets]) -> None:
 
 def test_a_rank_that_connects_with_one_that_is_leaving_hears_its_farewell() -> None:
     group, heard = connected(3)
-    assert group[2].close(1.0)
+    assert group[2].close(20.0)
     group[1].send(2, "data", "late")
     wait(lambda: 2 in heard[1])
     assert heard[1][2] == (LEFT, False)
@@ -59,7 +59,7 @@ def test_a_farewell_counts_on_either_of_two_connections() -> None:
         group, heard = connected(3)
         send_both_ways(group[1], group[2])
         time.sleep(0.01)
-        assert group[2].close(1.0)
+        assert group[2].close(20.0)
         wait(lambda heard=heard: 2 in heard[1])
         assert heard[1][2] == (LEFT, False)
         close(group)
