@@ -1,8 +1,6 @@
 """Ranks agree, and learn of each other's errors; here they share one process."""
 
-import contextlib
 import functools
-import socket
 import subprocess
 import sys
 import threading
@@ -12,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
-from waiting import wait
+from transport.connections import end, sockets_of, wait
 
 from torch_xla_pp.errors import (
     PipelineError,
@@ -35,18 +32,6 @@ def one_of(sockets: Sockets, timeout_s: float = 20.0, **args: Any) -> Rendezvous
     rendezvous = Rendezvous(sockets, timeout_s, **args)
     sockets.open()
     return rendezvous
-
-
-def sockets_of(size: int) -> list[Sockets]:
-    store = HashStore()
-    return [Sockets(store, rank, size) for rank in range(size)]
-
-
-def end(sockets: Sockets) -> None:
-    """Do what the system does with connections when their process ends."""
-    for connection in list(sockets._open):
-        with contextlib.suppress(OSError):  # the one that listens
-            connection.shutdown(socket.SHUT_RDWR)
 
 
 def together(calls: list[Callable[[], Any]]) -> list[Any]:

@@ -1,14 +1,12 @@
 """A rank that leaves is told from one that is lost, whoever connects with it when."""
 
-import socket
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import HashStore
-from waiting import wait
+from transport.connections import end, sockets_of, wait
 
 from torch_xla_pp.errors import TransportError
 from torch_xla_pp.transport import Rendezvous
@@ -21,8 +19,7 @@ Fates = dict[int, tuple[str, bool]]
 
 def connected(size: int) -> tuple[list[Sockets], list[Fates]]:
     """Return the connections of some ranks, and what each hears of others."""
-    store = HashStore()
-    group = [Sockets(store, rank, size) for rank in range(size)]
+    group = sockets_of(size)
     heard: list[Fates] = [{} for _ in group]
     for sockets, fates in zip(group, heard, strict=True):
         sockets.on("control", lambda *_: None)
@@ -69,26 +66,15 @@ def test_a_rank_of_two_connections_is_lost_with_the_last_of_them() -> None:
     group, heard = connected(3)
     send_both_ways(group[1], group[2])
     time.sleep(0.1)
-    # As the system does when a process ends.
-    for connection in list(group[2]._open):
-        group[2]._loop.call_soon_threadsafe(end, connection)
+    end(group[2])
     wait(lambda: 2 in heard[1] and 2 in heard[0])
     assert "its connection is lost" in heard[1][2][0]
     assert heard[1][2][1] and heard[0][2][1]
     close(group)
 
 
-def end(connection: socket.socket) -> None:
-    """End a connection both ways; the socket that listens has none."""
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        connection.close()
-
-
 def test_a_rank_that_cannot_be_reached_is_not_lost_if_it_has_left() -> None:
-    store = HashStore()
-    group = [Sockets(store, rank, 3) for rank in range(3)]
+    group = sockets_of(3)
     first, second, third = (Rendezvous(sockets, 20.0) for sockets in group)
     for sockets in group:
         sockets.open()

@@ -7,7 +7,8 @@ For speed, and so that programs never deadlock:
 * programs multiply matrices with a library (`products`, `blas`)
 * programs call `csrc/` for sums, softmax and layer norm (`rows`), for GELU
   (`activations`), for copies of views (`views`), and for attention (`heads`)
-* programs for one device save values in the memory of earlier ones (`client`)
+* programs for one device save values in the memory of earlier ones, and are launched
+  beside their caller (`client`)
 
 None of it is done on other kinds of devices, and no variable or flag is set there.
 """
@@ -21,6 +22,7 @@ from torch_xla_pp.cpu.client import (
     begin_step,
     copying_large_values,
     is_recycling,
+    launched_apart,
     most_joined_bytes,
     most_small_bytes,
     starting,
@@ -31,7 +33,6 @@ from torch_xla_pp.cpu.handlers import (
     fits_own_ops,
     has_ops_of_parts,
     has_own_ops,
-    launched_apart,
     placed_calls,
 )
 from torch_xla_pp.cpu.heads import (

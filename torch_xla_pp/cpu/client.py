@@ -1,12 +1,20 @@
-"""XLA's client for CPU devices: the steps around its start, and its heap."""
+"""XLA's client for CPU devices: its start, its heap, and its launches."""
 
 import contextlib
 from collections.abc import Iterator
 
+import torch
+from torch import Tensor
+
 from torch_xla_pp import env, xla_compat
 from torch_xla_pp.cpu import blocks, heap
 from torch_xla_pp.cpu.before_client import num_threads, prepare_client
+from torch_xla_pp.cpu.handlers import has_own_ops
 from torch_xla_pp.errors import PipelineError
+
+# A token's numbers, and how often each is multiplied and added to. XLA takes a program
+# of less than 1,000 operations as cheap, and counts a call as -1.
+_NUMBERS, _ROUNDS = 64, 16
 
 
 @contextlib.contextmanager
@@ -73,6 +81,25 @@ def most_joined_bytes() -> int:
     earlier values: what one program would win on other devices has not been measured.
     """
     return most_small_bytes() if is_recycling() else 0
+
+
+def launched_apart(token: Tensor) -> Tensor:
+    """Return a token whose program XLA does not run on the thread that launches it.
+
+    XLA does that with programs in which it counts few operations, and a call counts as
+    none, so a program of calls alone would let the next launch wait until it has ended.
+    A token of some numbers that are multiplied and added up takes next to no time. On
+    one CPU device.
+
+    Args:
+        token: A pending token of a program, of one whole number.
+    """
+    if not has_own_ops():
+        return token
+    numbers = torch.arange(_NUMBERS, dtype=token.dtype, device=token.device)
+    for _ in range(_ROUNDS):
+        token = token * numbers + numbers
+    return token < 0
 
 
 @contextlib.contextmanager

@@ -16,9 +16,6 @@ from torch_xla_pp import env, native, xla_compat
 from torch_xla_pp.hlo import CallShape, Handlers, Placed, place_calls, written_call
 
 _OPS = "torch_xla_pp."
-# A token's numbers, and how often each is multiplied and added to. XLA takes a program
-# of less than 1,000 operations as cheap, and counts a call as -1.
-_NUMBERS, _ROUNDS = 64, 16
 # What tells calls on parts apart, None where values are whole.
 _whole: ContextVar[str | None] = ContextVar("whole", default=None)
 _logger = logging.getLogger(__name__)
@@ -108,25 +105,6 @@ def call_handler(
     )
     results = xla_compat.call_module(module, values)
     return results if whole is None else [*map(xla_compat.manual, results)]
-
-
-def launched_apart(token: Tensor) -> Tensor:
-    """Return a token whose program XLA does not run on the thread that launches it.
-
-    XLA does that with programs in which it counts few operations, and a call counts as
-    none, so a program of calls alone would let the next launch wait until it has ended.
-    A token of some numbers that are multiplied and added up takes next to no time. On
-    one CPU device.
-
-    Args:
-        token: A pending token of a program, of one whole number.
-    """
-    if not has_own_ops():
-        return token
-    numbers = torch.arange(_NUMBERS, dtype=token.dtype, device=token.device)
-    for _ in range(_ROUNDS):
-        token = token * numbers + numbers
-    return token < 0
 
 
 def placed_calls(

@@ -98,6 +98,7 @@ class Sockets:
         self._lock = threading.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._open: set[socket.socket] = set()
+        # Rank → its connections that are being read.
         self._num_read: Counter[int] = Counter()
         parent = (rank - 1) // FANOUT
         children = range(rank * FANOUT + 1, min(size, (rank + 1) * FANOUT + 1))
@@ -293,36 +294,36 @@ class Sockets:
                 connection.shutdown(socket.SHUT_RDWR)
 
     async def _read_all(self, peer: int, connection: socket.socket) -> None:
-        """Read a connection to its end, or to the peer's farewell.
-
-        If there is another one, that may have the farewell, which is waited for.
-        """
-        self._num_read[peer] += 1
-        reason = LEFT
+        """Read a connection to its end, or to the peer's farewell."""
         try:
             await self._read_frames(peer, connection)
         except OSError as error:
-            reason = f"its connection is lost ({error})"
+            # Another connection may have the farewell.
+            if self._num_read[peer]:
+                await asyncio.sleep(_NEWS_S)
+            self._end(peer, f"its connection is lost ({error})", is_lost=True)
         except Exception as error:  # Receives must end, too.
             _logger.exception("rank %d: a message of rank %d", self.rank, peer)
-            reason = f"its message is not understood ({error})"
-        finally:
-            self._num_read[peer] -= 1
-        if reason != LEFT and self._num_read[peer]:
-            await asyncio.sleep(_NEWS_S)
-        self._end(peer, reason, is_lost=reason != LEFT)
+            self._end(peer, f"its message is not understood ({error})", is_lost=True)
+        else:
+            self._end(peer, LEFT, is_lost=False)
 
     async def _read_frames(self, peer: int, connection: socket.socket) -> None:
-        while True:
-            head = await self._read(connection, _HEAD.size)
-            kind, size = _HEAD.unpack(head.numpy().tobytes())
-            if kind == _FAREWELL:
-                return
-            data = await self._read(connection, size)
-            sizes, content = pickle.loads(data.numpy().tobytes())
-            parts = [await self._read(connection, size) for size in sizes]
-            self._receivers[kind](peer, content, parts)
-            del data, content, parts
+        """Read frames until a farewell comes."""
+        self._num_read[peer] += 1
+        try:
+            while True:
+                head = await self._read(connection, _HEAD.size)
+                kind, size = _HEAD.unpack(head.numpy().tobytes())
+                if kind == _FAREWELL:
+                    return
+                data = await self._read(connection, size)
+                sizes, content = pickle.loads(data.numpy().tobytes())
+                parts = [await self._read(connection, size) for size in sizes]
+                self._receivers[kind](peer, content, parts)
+                del data, content, parts
+        finally:
+            self._num_read[peer] -= 1
 
     async def _read(self, connection: socket.socket, size: int) -> Tensor:
         """Read so many bytes.
